@@ -1,0 +1,68 @@
+"""Finds a reward function by name, by a task's data_source, or in a file."""
+
+import hashlib
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+
+from rollout_sidecar.rewards import gsm8k
+from rollout_sidecar.rewards.base import RewardFunction
+
+_BY_NAME: dict[str, RewardFunction] = {"gsm8k": gsm8k.compute_score}
+_BY_DATA_SOURCE: dict[str, RewardFunction] = {
+    "openai/gsm8k": gsm8k.compute_score,
+    "tooljax/arithmetic": gsm8k.compute_score,
+}
+
+
+def get_reward(name_or_path: str, data_source: str = "") -> RewardFunction:
+    """The function to score a task with.
+
+    Args:
+        name_or_path: a built-in name, or path/to/file.py:function. "" chooses by data_source.
+        data_source: the task's; read only when name_or_path is "".
+    """
+    if name_or_path == "":
+        if data_source not in _BY_DATA_SOURCE:
+            raise ValueError(
+                f"no built-in reward for data_source {data_source!r} (there are rewards for: "
+                f"{', '.join(sorted(_BY_DATA_SOURCE))}); name a reward, or give path/to/file.py:function"
+            )
+        return _BY_DATA_SOURCE[data_source]
+    if name_or_path in _BY_NAME:
+        return _BY_NAME[name_or_path]
+    path, colon, function = name_or_path.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise ValueError(
+            f"unknown reward {name_or_path!r}; there are: {', '.join(sorted(_BY_NAME))}, or give "
+            "path/to/file.py:function"
+        )
+    return _load(Path(path).resolve(), function)
+
+
+@cache
+def _load(file: Path, function: str) -> RewardFunction:
+    if not file.is_file():
+        raise ValueError(f"{file}: no such reward file")
+    # A name of its own, so that two files called reward.py do not meet.
+    name = f"reward_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    module = sys.modules.get(name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None, f"{file} ends in .py"
+        assert spec.loader is not None, f"{file} ends in .py"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise ValueError(f"{file} could not be loaded: {error!r}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise ValueError(
+            f"{file} has no function {function!r}; it has: {', '.join(names) or 'none'}"
+        )
+    return found

@@ -1,0 +1,274 @@
+"""Text to token ids and back for one model folder: tokenizer.json, the chat template, and the tokens that end a turn.
+
+Reads the files that `transformers` reads and renders templates as it does (same Jinja environment, same filters), but
+needs only `tokenizers` and `jinja2`. Where `transformers` offers the wall clock to templates, this offers a fixed date:
+the same conversation has the same tokens tomorrow.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+FIXED_NOW = datetime(2024, 7, 26)
+"""What `strftime_now` shows to templates; the date that Llama 3.1's template itself falls back to."""
+
+SENTINEL = "tooljaxSentinel"
+"""Stands for an assistant's content where only the text around it is wanted."""
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class ChatTokenizer:
+    """A tokenizer with a chat template. Immutable; may be shared by many conversations."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, str],
+        *,
+        named_tokens: Mapping[str, str],
+        eos_ids: Iterable[int] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        source: str = "this tokenizer",
+    ):
+        """Use `from_folder`, unless the parts are at hand.
+
+        Args:
+            tokenizer: its truncation, padding and special-token post-processing are not used.
+            templates: "default", and optionally "tool_use", which renders conversations that have tools.
+            named_tokens: bos_token, eos_token, ...: variables of the template.
+            eos_ids: ids that end a generation, beside eos_token and the template's own end of turn.
+            template_kwargs: more variables of the template, such as enable_thinking.
+            source: what error messages call this tokenizer.
+        """
+        self._tokenizer = tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._variables = {**named_tokens, **(template_kwargs or {})}
+        self._source = source
+        self._templates = {
+            name: _compile(text, f"the chat template {name!r} of {source}")
+            for name, text in templates.items()
+        }
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        """Ids whose text can only come from the template or from sampling, never from a message."""
+        self.special_texts = tuple(sorted(added[id].content for id in self.special_ids))
+        self._added_ids = frozenset(added)
+        self._vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocab.values()) + 1
+        """One more than the highest id. A model may have more rows, for padding."""
+
+        eos_id = self._vocab.get(named_tokens.get("eos_token", ""))
+        self.turn_end_text, turn_end_id = self._find_turn_end()
+        if turn_end_id is None and eos_id is None:
+            raise ValueError(
+                f"{source} has no token that ends a turn: its template writes none after the assistant's content, "
+                "and eos_token is not set (set eos_token in tokenizer_config.json)"
+            )
+        self.end_of_turn_id: int = turn_end_id if turn_end_id is not None else eos_id  # type: ignore
+        """The token that the template writes after an assistant's content; eos_token if it writes none."""
+        self.stop_ids = frozenset(
+            {*eos_ids, self.end_of_turn_id} | ({eos_id} if eos_id is not None else set())
+        )
+        """Every id that ends a generation."""
+
+    @classmethod
+    def from_folder(
+        cls, path: str | Path, *, template_kwargs: Mapping[str, Any] | None = None
+    ) -> "ChatTokenizer":
+        """Reads a Hugging Face model folder: tokenizer.json, tokenizer_config.json, chat_template.jinja, and the
+        end-of-sequence ids of generation_config.json and config.json."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(
+                f"{folder} has no tokenizer.json (a slow tokenizer is converted by transformers: "
+                f"AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
+        config = _read_json(folder / "tokenizer_config.json")
+        tokens = {**_read_json(folder / "special_tokens_map.json"), **config}
+        named = {name: _token_text(tokens.get(name)) for name in _TOKEN_NAMES}
+        eos_ids: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            eos = _read_json(folder / name).get("eos_token_id")
+            eos_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        return cls(
+            Tokenizer.from_file(str(file)),
+            _read_templates(folder, config),
+            named_tokens={name: text for name, text in named.items() if text is not None},
+            eos_ids=eos_ids,
+            template_kwargs=template_kwargs,
+            source=str(folder),
+        )
+
+    @cached_property
+    def vocab_hash(self) -> str:
+        """Hash of every (id, token): equal for two tokenizers exactly if ids mean the same to both."""
+        digest = hashlib.sha256()
+        for token, id in sorted(self._vocab.items(), key=lambda item: item[1]):
+            digest.update(f"{id}\t{token}\n".encode())
+        return digest.hexdigest()[:32]
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        # A second copy, because encode_special_tokens is a switch on the tokenizer and encoding may run in threads.
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches the text of any special token, the longest first."""
+        longest_first = sorted(self.special_texts, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def encode(self, text: str, *, plain: bool = False) -> list[int]:
+        """Token ids of `text`; nothing is added. With `plain`, texts of special tokens become ordinary tokens."""
+        tokenizer = self._plain if plain else self._tokenizer
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of `ids`. Ids beyond the vocabulary (a model's padding rows) have no text."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of one token by its text, None if there is no such token."""
+        return self._vocab.get(text)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The template's text of a conversation. Raises ValueError when the template rejects it."""
+        template = self._templates.get("tool_use" if tools else "default")
+        template = template or self._templates["default"]
+        try:
+            return template.render(
+                **self._variables,
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(
+                f"the chat template of {self._source} cannot render messages with roles [{roles}]: {error}"
+            ) from error
+
+    def _find_turn_end(self) -> tuple[str, int | None]:
+        """Text and id of what closes an assistant message: everything after its content up to an added token."""
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
+        text = self.render(messages, add_generation_prompt=False)
+        if SENTINEL not in text:
+            raise ValueError(
+                f"the chat template of {self._source} does not print assistant messages"
+            )
+        encoding = self._tokenizer.encode(text.rpartition(SENTINEL)[2], add_special_tokens=False)
+        for id, (_, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if id in self._added_ids:
+                return text.rpartition(SENTINEL)[2][:end], id
+        return "", None
+
+
+def normalise_stop(ids: Sequence[int], stop_id: int) -> list[int]:
+    """The ids of a turn that stopped at `stop_id`, ending in it exactly once: some engines keep the matched id, some
+    strip it, some report it twice."""
+    end = len(ids)
+    while end and ids[end - 1] == stop_id:
+        end -= 1
+    return [*ids[:end], stop_id]
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def _token_text(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The templates by name. A chat_template.jinja beats the one in tokenizer_config.json, as in transformers."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return {"default": file.read_text(encoding="utf-8")}
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}
+    elif isinstance(found, str):
+        found = {"default": found}
+    if not found or "default" not in found:
+        raise ValueError(
+            f"{folder} has no chat template: neither chat_template.jinja nor a default chat_template in "
+            "tokenizer_config.json. Base models have none: use the instruct model, or copy chat_template.jinja from it"
+        )
+    return found
+
+
+# --- Jinja ------------------------------------------------------------------------------------------------------
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's part for transformers; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes HTML characters.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _compile(text: str, what: str) -> jinja2.Template:
+    # Sandboxed: templates come with downloaded models.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationTag],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = FIXED_NOW.strftime
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{what} is not valid Jinja: line {error.lineno}: {error}") from error

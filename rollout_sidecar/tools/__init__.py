@@ -1,0 +1,1 @@
+"""Tools: verl's contract, its tool_config files, and the built-in tools."""

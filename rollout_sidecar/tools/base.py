@@ -1,0 +1,80 @@
+"""The contract of a tool: verl's BaseTool, method for method.
+
+The sidecar calls `create` once for each trajectory that may use the tool, `execute` for each call, then `calc_reward`
+and `release` once, also when the trajectory fails or is aborted. So state kept under the instance id lasts for the
+trajectory and is seen by nobody else.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+
+@dataclass(kw_only=True)
+class ToolResponse:
+    """What a tool answers. Images and videos come as lists."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    def __post_init__(self):
+        if self.text is not None and not isinstance(self.text, str):
+            raise ValueError(f"text must be a string, got a {type(self.text).__name__}")
+        for name, value in (("image", self.image), ("video", self.video)):
+            if value is not None and not isinstance(value, list):
+                raise ValueError(
+                    f"{name} must be a list, got a {type(value).__name__} (one {name} is a list of one)"
+                )
+
+    def is_empty(self) -> bool:
+        """There is nothing to tell the policy."""
+        return not self.text and not self.image and not self.video
+
+    def is_text_only(self) -> bool:
+        """There is text, and nothing else."""
+        return bool(self.text) and not self.image and not self.video
+
+
+class BaseTool:
+    """A tool. Subclasses implement `execute`, and the other methods if they keep state."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
+        """Made once, when the sidecar starts.
+
+        Args:
+            config: the entry's `config` in the tool_config file.
+            tool_schema: the entry's OpenAI function schema; None takes the class's own.
+        """
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.name: str = self.tool_schema["function"]["name"]
+
+    def get_openai_tool_schema(self) -> dict[str, Any]:
+        """The schema shown to the policy. A class that has its own returns it here."""
+        schema = getattr(self, "tool_schema", None)
+        if schema is None:
+            raise ValueError(
+                f"{type(self).__name__} has no schema of its own: give the entry a tool_schema"
+            )
+        return schema
+
+    async def create(
+        self, instance_id: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Starts the tool for a trajectory; kwargs are the task's create_kwargs. A non-empty response is shown to the
+        policy before its first turn."""
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Runs one call; returns the response, the tool's reward for it, and metrics."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement execute")
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """The tool's reward for the trajectory as a whole."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Ends the tool for a trajectory."""
