@@ -1,0 +1,98 @@
+"""What must hold between settings, beyond the type of each: asked of every config that is read."""
+
+from collections.abc import Iterator, Mapping
+
+from tooljax.config.errors import ConfigError
+from tooljax.config.schema import Config
+
+Problem = tuple[tuple[str, ...], str]
+"""The fields that contradict each other, and the sentence that says so."""
+
+
+def check(config: Config, origins: Mapping[str, str] | None = None) -> None:
+    """Raises one ConfigError with every contradiction between settings.
+
+    `origins` says where a field was set (`configs/x.gin:3`); each sentence starts with it.
+    """
+    lines = []
+    for fields, sentence in _problems(config):
+        places = [place for field in fields if (place := (origins or {}).get(field))]
+        lines.append(
+            ": ".join([", ".join(dict.fromkeys(places)), sentence] if places else [sentence])
+        )
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def reason(field: str, value: object) -> str | None:
+    """Why the value of one field is wrong, where the type alone would not explain it."""
+    if field == "grpo.group_size" and type(value) is int and value == 1:
+        return (
+            "group_size=1 gives every advantage 0; GRPO needs group_size >= 2 (set grpo.group_size)"
+        )
+    return None
+
+
+def _problems(config: Config) -> Iterator[Problem]:
+    if sentence := reason("grpo.group_size", config.grpo.group_size):
+        yield ("grpo.group_size",), sentence
+    yield from _sampling(config)
+    yield from _lengths(config)
+    yield from _row_lengths(config)
+    if config.evaluate.every_steps and not config.data.eval:
+        yield (
+            ("evaluate.every_steps", "data.eval"),
+            f"evaluate.every_steps={config.evaluate.every_steps} but data.eval names no file; "
+            "set data.eval, or evaluate.every_steps = 0",
+        )
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    sampling = config.sampling
+    if sampling.temperature == 0:
+        yield (
+            ("sampling.temperature",),
+            "sampling.temperature=0 makes the trajectories of a group equal, so every advantage is 0; "
+            "set sampling.temperature above 0 (evaluate.temperature may be 0)",
+        )
+    for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0)):
+        if value != off:
+            yield (
+                (f"sampling.{name}",),
+                f"sampling.{name}={value} samples from a truncated support, which the trainer does not "
+                f"replay yet, so its log-probs would be of another distribution; set sampling.{name} = {off}",
+            )
+
+
+def _lengths(config: Config) -> Iterator[Problem]:
+    limits, sidecar = config.limits, config.sidecar
+    if limits.max_prompt_tokens >= limits.max_trajectory_tokens:
+        yield (
+            ("limits.max_prompt_tokens", "limits.max_trajectory_tokens"),
+            f"limits.max_prompt_tokens={limits.max_prompt_tokens} must be below "
+            f"limits.max_trajectory_tokens={limits.max_trajectory_tokens}: "
+            "the longest prompt would leave no room for a completion",
+        )
+    if not sidecar.urls and limits.max_trajectory_tokens > sidecar.max_model_tokens:
+        yield (
+            ("limits.max_trajectory_tokens", "sidecar.max_model_tokens"),
+            f"limits.max_trajectory_tokens={limits.max_trajectory_tokens} is above "
+            f"sidecar.max_model_tokens={sidecar.max_model_tokens}: the embedded engine could not hold "
+            "the longest trajectory; raise sidecar.max_model_tokens or lower the limit",
+        )
+
+
+def _row_lengths(config: Config) -> Iterator[Problem]:
+    rows, longest = config.batch.row_lengths, config.limits.max_trajectory_tokens
+    if not rows or rows[0] < 1 or any(b <= a for a, b in zip(rows, rows[1:], strict=False)):
+        yield (
+            ("batch.row_lengths",),
+            f"batch.row_lengths={rows} must be positive and strictly increasing; "
+            f"write for example ({max(longest // 2, 1)}, {longest})",
+        )
+    elif rows[-1] < longest:
+        yield (
+            ("batch.row_lengths", "limits.max_trajectory_tokens"),
+            f"batch.row_lengths={rows} cannot hold a trajectory of "
+            f"limits.max_trajectory_tokens={longest}; add {longest} to batch.row_lengths or lower the limit",
+        )
