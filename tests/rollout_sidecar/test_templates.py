@@ -199,3 +199,25 @@ def test_qwen3_keeps_thinking_over_two_turns(qwen3: ChatTokenizer):
         "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\nHm.\n</think>\n\n4<|im_end|>\n"
         "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<think>\nYes.\n</think>\n\nSure.<|im_end|>"
     )
+
+
+# --- SmolLM2 ----------------------------------------------------------------------------------------------------
+
+
+def test_smollm2_gets_tools_and_results_in_the_messages_that_it_knows():
+    path = os.environ.get("TOOLJAX_TEST_MODEL")
+    if not path:
+        pytest.skip("TOOLJAX_TEST_MODEL names no folder")
+    tokenizer = ChatTokenizer.from_folder(path)
+    assert certify(tokenizer, HERMES).kind == "append-only"
+    turn = HERMES.render_call("f", {"x": 1})
+    conversation = Conversation(tokenizer, HERMES, USER, TOOLS)
+    sample(conversation, [*tokenizer.encode(turn), tokenizer.end_of_turn_id])
+    observe(conversation, result("4"))
+    messages = [
+        {"role": "system", "content": HERMES.system_text(TOOLS)},
+        *USER,
+        {"role": "assistant", "content": turn},
+        {"role": "user", "content": "<tool_response>\n4\n</tool_response>"},
+    ]
+    assert conversation.token_ids == tokenizer.encode(tokenizer.render(messages))
