@@ -10,6 +10,7 @@ import socket
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -19,6 +20,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A cache that outlives the run could hide a change in what is compiled.
 jax.config.update("jax_enable_compilation_cache", False)
+
+# The same examples in every run, and no deadline that a busy machine could miss.
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
