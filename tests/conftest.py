@@ -7,6 +7,7 @@ import ipaddress
 import os
 import random
 import socket
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -65,3 +66,24 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """Hugging Face folder of SmolLM2-135M-Instruct; skips without it."""
+    return _folder_named_by("TOOLJAX_TEST_MODEL")
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder() -> Path:
+    """Folder of Qwen3's tokenizer.json and tokenizer_config.json; skips without it."""
+    return _folder_named_by("TOOLJAX_TEST_QWEN3_TOKENIZER")
+
+
+def _folder_named_by(variable: str) -> Path:
+    folder = os.environ.get(variable)
+    if not folder:
+        pytest.skip(
+            f"{variable} is not set; `make test-models` makes the folder and prints the line to export"
+        )
+    return Path(folder)

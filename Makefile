@@ -1,0 +1,60 @@
+# Each target makes the virtual environment it needs. PYTHON=python3.12 picks the interpreter, VENV=path the place.
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test check bench test-models clean
+
+help:
+	@echo "make quickstart   train a tiny model to use a calculator, on this machine's CPU (ARGS='--set run.steps=20')"
+	@echo "make test         run the tests (PYTEST_ARGS='tests/tooljax -k config')"
+	@echo "make check        lint, formatting and types"
+	@echo "make bench        run the benchmarks (BENCHMARKS=benchmarks/one.py)"
+	@echo "make test-models  fetch a small real model and tokenizer for the tests that skip without them"
+	@echo "make clean        remove the virtual environment, caches and build outputs; runs/ stays"
+
+quickstart: $(VENV)/.installed
+	@$(BIN)/python -m tooljax.quickstart --config configs/quickstart.gin $(ARGS)
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest -rs $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/.installed
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+test-models: $(VENV)/.installed-test
+	@tests/tools/make_test_models.sh build/test-models $(BIN)/python
+
+# A folder is removed only if it is a virtual environment.
+clean:
+	@[ ! -f $(VENV)/pyvenv.cfg ] || rm -rf $(VENV)
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find tooljax rollout_sidecar pallas_kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	    "tooljax needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + \
+	    "; name another one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Made anew when the dependencies change.
+$(VENV)/.installed: pyproject.toml | $(VENV)/.made
+	@echo "installing tooljax into $(VENV) (once)"
+	@$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/.made
+	@echo "installing tooljax and the test tools into $(VENV) (once)"
+	@$(PIP) install -e '.[test]'
+	@touch $@ $(VENV)/.installed
