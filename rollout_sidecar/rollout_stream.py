@@ -1,0 +1,199 @@
+"""Rollout requests by id, and the frames that each has produced: what makes requests idempotent and streams resumable.
+
+A request runs to its end whether or not anybody reads it. Frames are kept, encoded, until the request is among the
+older finished ones; reading from frame K on works at any time before that.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+import msgspec
+import xxhash
+
+from rollout_sidecar.errors import RequestError
+from rollout_sidecar.protocol import (
+    EndFrame,
+    Frame,
+    RolloutRequest,
+    RolloutSpec,
+    Task,
+    Trajectory,
+    TrajectoryFrame,
+)
+
+RunRollout = Callable[[Task, RolloutSpec, RolloutRequest, int], Coroutine[None, None, Trajectory]]
+
+_log = logging.getLogger(__name__)
+
+
+class RolloutStream:
+    """One request: its running trajectories, and the frames of those that have ended, in the order they ended."""
+
+    def __init__(self, request_id: str, digest: str):
+        self.request_id = request_id
+        self.digest = digest
+        """Of the request's content, whatever the encoding it came in."""
+        self.frames: list[bytes] = []
+        """As MessagePack."""
+        self.finished = False
+        self.rollouts: list[asyncio.Task[Trajectory]] = []
+        """Empty once the stream is finished."""
+        self.ending: asyncio.Task[None] | None = None
+        self._aborted = False
+        self._changed = asyncio.Event()
+
+    @property
+    def nbytes(self) -> int:
+        """What the frames take in memory."""
+        return sum(map(len, self.frames))
+
+    def add(self, frame: Frame) -> None:
+        """Appends a frame and wakes the readers. An end frame finishes the stream."""
+        self.frames.append(msgspec.msgpack.encode(frame))
+        self.finished = isinstance(frame, EndFrame)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def abort(self) -> None:
+        """Cancels what runs, once: cancelling again would interrupt the release of tools."""
+        if not self._aborted:
+            self._aborted = True
+            for rollout in self.rollouts:
+                rollout.cancel()
+
+    async def read(self, index: int, wait_s: float) -> list[bytes]:
+        """The frames from `index` on. Waits for one, up to wait_s; [] if none came, or if the stream is finished."""
+        if index >= len(self.frames) and not self.finished:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return []
+        return self.frames[index:]
+
+
+class RolloutRegistry:
+    """Starts requests, finds them again, aborts them, and forgets old ones."""
+
+    def __init__(self, run: RunRollout, *, keep_finished: int = 8, keep_bytes: int = 2**28):
+        """Nothing is running yet.
+
+        Args:
+            run: plays one trajectory to its end.
+            keep_finished: finished requests kept for reading again.
+            keep_bytes: memory for them; the newest is kept whatever its size.
+        """
+        self._run = run
+        self._keep_finished = keep_finished
+        self._keep_bytes = keep_bytes
+        self._streams: dict[str, RolloutStream] = {}
+
+    def submit(
+        self, request: RolloutRequest, admit: Callable[[RolloutRequest], None]
+    ) -> RolloutStream:
+        """Starts the request, or returns the one under its id if it has the same content (409 if another).
+
+        `admit` raises if a new request may not start; one that is repeated was admitted before.
+        """
+        digest = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(request, order="deterministic"))
+        stream = self._streams.get(request.request_id)
+        if stream is None:
+            check_request(request)
+            admit(request)
+            stream = self._streams[request.request_id] = RolloutStream(request.request_id, digest)
+            stream.rollouts = [
+                asyncio.create_task(
+                    self._run(request.tasks[spec.task_index], spec, request, ordinal)
+                )
+                for ordinal, spec in enumerate(request.rollouts)
+            ]
+            stream.ending = asyncio.create_task(self._collect(stream))
+        if stream.digest != digest:
+            raise RequestError(
+                409,
+                "request_id_taken",
+                f"request_id {request.request_id!r} was used for another request; choose a new one",
+                "$.request_id",
+            )
+        return stream
+
+    def get(self, request_id: str) -> RolloutStream:
+        """RequestError 404 if there is no such request, or no longer."""
+        if request_id not in self._streams:
+            raise RequestError(
+                404,
+                "unknown_request",
+                f"no rollout request {request_id!r}; it may be too old to be kept, or the sidecar was restarted",
+            )
+        return self._streams[request_id]
+
+    async def abort(self, request_id: str) -> RolloutStream:
+        """Ends the request; returns when its tools have been released. A finished request stays as it is."""
+        stream = self.get(request_id)
+        await self._abort([stream])
+        return stream
+
+    async def close(self) -> None:
+        """Aborts everything that runs."""
+        await self._abort(list(self._streams.values()))
+
+    async def _abort(self, streams: list[RolloutStream]) -> None:
+        for stream in streams:
+            stream.abort()
+        ending = [stream.ending for stream in streams if stream.ending is not None]
+        if ending:
+            await asyncio.wait(ending)
+
+    async def _collect(self, stream: RolloutStream) -> None:
+        """Makes frames of trajectories as they end; always ends the stream."""
+        for ended in asyncio.as_completed(stream.rollouts):
+            try:
+                trajectory = await ended
+                stream.add(TrajectoryFrame(index=len(stream.frames), trajectory=trajectory))
+            except asyncio.CancelledError:
+                pass  # aborted: it has released its tools, and leaves no frame
+            except Exception:  # a fault of ours; without an end frame readers would wait for ever
+                _log.exception("a rollout of request %s was lost", stream.request_id)
+        count = len(stream.frames)
+        stream.add(EndFrame(index=count, trajectories=count, aborted=count < len(stream.rollouts)))
+        stream.rollouts, stream.ending = [], None
+        self._forget_old(stream)
+
+    def _forget_old(self, newest: RolloutStream) -> None:
+        """Moves the one that just finished to the end of the order, and drops the oldest finished ones."""
+        self._streams[newest.request_id] = self._streams.pop(newest.request_id)
+        finished = [stream for stream in self._streams.values() if stream.finished]
+        kept_bytes = 0
+        for age, stream in enumerate(reversed(finished)):
+            kept_bytes += stream.nbytes
+            if age and (age >= self._keep_finished or kept_bytes > self._keep_bytes):
+                del self._streams[stream.request_id]
+
+
+def check_request(request: RolloutRequest) -> None:
+    """Raises RequestError 400 naming the field, for what the types cannot say."""
+    seen = set()
+    for i, spec in enumerate(request.rollouts):
+        where = f"$.rollouts[{i}]"
+        if spec.task_index >= len(request.tasks):
+            raise _bad(
+                f"{where}.task_index",
+                f"task_index={spec.task_index}, but there are {len(request.tasks)} tasks",
+            )
+        if spec.seed >= 2**63:
+            raise _bad(f"{where}.seed", f"seed={spec.seed} is not below 2**63")
+        key = (spec.task_index, spec.sample_index)
+        if key in seen:
+            raise _bad(
+                f"{where}.sample_index",
+                f"sample {spec.sample_index} of task {spec.task_index} is asked for twice",
+            )
+        seen.add(key)
+    for i, task in enumerate(request.tasks):
+        if not task.messages:
+            raise _bad(f"$.tasks[{i}].messages", f"task {task.task_id!r} has no messages")
+
+
+def _bad(where: str, message: str) -> RequestError:
+    return RequestError(400, "invalid_request", f"{message} - at `{where}`", where)

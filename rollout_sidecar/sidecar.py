@@ -1,0 +1,136 @@
+"""An agent being served: its rollout requests, its weights, and whether it is ready. Knows nothing of HTTP."""
+
+import asyncio
+import ipaddress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rollout_sidecar.agent import Agent, run_rollout
+from rollout_sidecar.errors import RequestError
+from rollout_sidecar.metrics import Metrics
+from rollout_sidecar.protocol import RolloutRequest, RolloutSpec, Task, Trajectory
+from rollout_sidecar.rollout_stream import RolloutRegistry
+from rollout_sidecar.weights import WeightStore
+
+
+@dataclass(kw_only=True)
+class ServerOptions:
+    """Limits of the server as a whole; those of a trajectory come with each request."""
+
+    model: str = ""
+    """What /v1/info calls the model."""
+    token: str = ""
+    """Bearer token; "" lets everybody in, which is refused on an address that others can reach."""
+    max_concurrent: int = 256
+    """Trajectories that run at once, over all requests. More wait."""
+    max_body_bytes: int = 2**28
+    """Of a request body, and so of a part of a push."""
+    max_weights_bytes: int = 2**36
+    """Of the payload of a push, which is held in memory until it is committed."""
+    keep_finished: int = 8
+    """Finished rollout requests that can still be read."""
+    keep_bytes: int = 2**28
+    """Memory for them."""
+    alive_s: float = 15.0
+    """A stream without a frame for this long sends an empty one: a reader can tell waiting from a dead peer."""
+
+
+class Sidecar:
+    """An agent being served: its rollout requests, its weights, and whether it is ready."""
+
+    def __init__(self, agent: Agent, options: ServerOptions | None = None):
+        """Nothing runs before `start`."""
+        self.agent = agent
+        self.options = options = options or ServerOptions()
+        self.started = False
+        self.metrics: Metrics = agent.metrics
+        self.rollouts = RolloutRegistry(
+            self._run, keep_finished=options.keep_finished, keep_bytes=options.keep_bytes
+        )
+        self.weights = WeightStore(
+            agent.engine,
+            max_payload_bytes=options.max_weights_bytes,
+            max_part_bytes=options.max_body_bytes,
+            paused=self._paused,
+        )
+        self._slots = asyncio.Semaphore(options.max_concurrent)
+        self._running = 0
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self.metrics.gauge("running_rollouts", "Trajectories under way.", lambda: self._running)
+        self.metrics.gauge(
+            "policy_version", "Version being served.", lambda: agent.engine.policy_version
+        )
+        self.metrics.gauge(
+            "staged_weight_bytes", "Size of the push under way.", lambda: self.weights.staged_bytes
+        )
+
+    async def start(self) -> None:
+        """Starts the engine; rollouts are refused (503) until then."""
+        await self.agent.engine.start()
+        self.started = True
+
+    async def stop(self) -> None:
+        """Aborts rollouts, waits for their tools to be released, closes the engine."""
+        self.started = False
+        await self.rollouts.close()
+        if self.agent.closing:
+            await asyncio.wait(self.agent.closing)
+        await self.agent.engine.close()
+
+    def is_ready(self, version: int | None = None) -> bool:
+        """Rollouts can start now (of that version)."""
+        serving = self.agent.engine.policy_version
+        return self.started and self._resumed.is_set() and version in (None, serving)
+
+    def admit(self, request: RolloutRequest) -> None:
+        """Raises RequestError unless a new request may start."""
+        self.require_started()
+        serving = self.agent.engine.policy_version
+        if serving < request.min_policy_version:
+            raise RequestError(
+                409,
+                "policy_version",
+                f"version {serving} is being served, and min_policy_version={request.min_policy_version};"
+                " push the weights first",
+                "$.min_policy_version",
+            )
+
+    def require_started(self) -> None:
+        """Raises RequestError 503 while the engine is loading."""
+        if not self.started:
+            raise RequestError(503, "not_ready", "the engine is still loading; wait for /readyz")
+
+    async def _run(
+        self, task: Task, spec: RolloutSpec, request: RolloutRequest, ordinal: int
+    ) -> Trajectory:
+        async with self._slots:
+            await self._resumed.wait()
+            self._running += 1
+            try:
+                return await run_rollout(self.agent, task, spec, request, ordinal)
+            finally:
+                self._running -= 1
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """New rollouts wait; the engine itself lets running ones end their turn."""
+        self._resumed.clear()
+        try:
+            yield
+        finally:
+            self._resumed.set()
+
+
+def check_exposure(host: str, token: str) -> None:
+    """Raises ValueError if anybody on the network could use the sidecar."""
+    try:
+        private = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        private = False
+    if not private and not token:
+        raise ValueError(
+            f"--host {host} can be reached from other machines, and there is no token: give --token_file,"
+            " or listen on 127.0.0.1"
+        )
