@@ -1,0 +1,447 @@
+"""The update on a tiny decoder: gradients, denominators, masks, skips and determinism."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tolerance import tol
+from tooljax.batch import PackItem, pack, unpack
+from tooljax.model.decoder import Decoder, DecoderConfig
+from tooljax.optimizer import make_optimizer
+from tooljax.update import TrainState, Updater
+
+CONFIG = DecoderConfig(
+    family="qwen2",
+    vocab=19,
+    embed=8,
+    layers=2,
+    q_heads=2,
+    kv_heads=1,
+    head_dim=4,
+    ffw=12,
+    rope_theta=10_000.0,
+    norm_eps=1e-6,
+    tied_head=True,
+    max_positions=64,
+    qkv_bias=True,
+    dtype="float32",
+)
+
+
+@cache
+def model(dtype: str = "float32") -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(Decoder(replace(CONFIG, dtype=dtype), rngs=nnx.Rngs(0)))
+
+
+@cache
+def new_updater(*, learning_rate: float = 0.01, **changes) -> Updater:
+    """One updater for each setting: tests share what it compiles."""
+    optimizer = make_optimizer(
+        learning_rate=learning_rate,
+        warmup_steps=0,
+        schedule="constant",
+        total_steps=10,
+        weight_decay=0.0,
+        b1=0.9,
+        b2=0.99,
+        eps=1e-8,
+        clip_norm=1e9,
+    )
+    settings = {
+        "dtype": "float32",
+        "temperature": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "kl_coef": 0.0,
+        "rows_per_microbatch": 1,
+        "remat": False,
+    } | changes
+    graphdef, _ = model(settings["dtype"])
+    return Updater(graphdef, optimizer, **settings)
+
+
+def new_items(loss_tokens=(1, 2, 3, 4), seed: int = 0) -> list[PackItem]:
+    """Trajectories of 12 tokens: 5 of prompt, then as many loss tokens as asked, each after an observation token."""
+    rng = np.random.default_rng(seed)
+    items = []
+    for count in loss_tokens:
+        mask = [False] * 12
+        for i in range(count):
+            mask[5 + i + i // 2] = True
+        items.append(
+            PackItem(
+                token_ids=rng.integers(0, CONFIG.vocab, 12).tolist(),
+                loss_mask=mask,
+                advantage=float(rng.normal()),
+                rollout_log_probs=np.where(mask, -rng.uniform(1.0, 4.0, 12), 0.0).tolist(),
+            )
+        )
+    return items
+
+
+def changed(state: TrainState) -> dict[str, np.ndarray]:
+    """Copies of the weights by path: a state's arrays are consumed by the next update."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    return {jax.tree_util.keystr(path): np.array(value) for path, value in leaves}
+
+
+def gradient(updater: Updater, params, batch, loss="grpo") -> dict[str, np.ndarray]:
+    """The accumulated gradient, read from Adam's first moment after one step: mu = (1 - b1) gradient."""
+    state, _ = updater.update(updater.init(params), batch, loss=loss)
+    mu = state.opt_state[1].mu
+    leaves = jax.tree_util.tree_leaves_with_path(mu)
+    return {jax.tree_util.keystr(path): np.array(value) / 0.1 for path, value in leaves}
+
+
+@jax.jit
+def all_logits(params, ids):
+    """Logits of trajectories that are not packed: one a row."""
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    return nnx.merge(model()[0], params).logits(ids, positions, jnp.ones_like(ids))
+
+
+def slow_log_probs(params, items: list[PackItem], temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of each trajectory on its own [item time], softmax in float64."""
+    ids = np.asarray([item.token_ids for item in items], np.int32)
+    logits = np.asarray(all_logits(params, ids), np.float64) / temperature
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    log_softmax = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    out = np.zeros(ids.shape)
+    out[:, 1:] = np.take_along_axis(log_softmax[:, :-1], ids[:, 1:, None], axis=2)[..., 0]
+    return np.where([item.loss_mask for item in items], out, 0.0)
+
+
+def slow_loss(per_item, items, *, old=None, ref=None, kl_coef=0.0) -> float:
+    """GRPO's loss in float64, one token after the other."""
+    total, tokens = 0.0, 0
+    for i, (log_probs, item) in enumerate(zip(per_item, items, strict=True)):
+        for t in np.flatnonzero(item.loss_mask):
+            before = log_probs[t] if old is None else old[i][t]
+            ratio = np.exp(log_probs[t] - before)
+            clipped = min(max(ratio, 0.8), 1.3)
+            total -= min(ratio * item.advantage, clipped * item.advantage)
+            if ref is not None:
+                d = ref[i][t] - log_probs[t]
+                total += kl_coef * (np.exp(d) - 1 - d)
+            tokens += 1
+    return total / tokens
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_packed_rows_are_those_of_each_trajectory_alone(temperature):
+    _, params = model()
+    items = new_items()
+    batch = pack(items, row_lengths=(32,), rows_multiple=2)
+    updater = new_updater(temperature=temperature, rows_per_microbatch=2)
+    packed = unpack(updater.log_probs(params, batch), batch)
+    expected = slow_log_probs(params, items, temperature)
+    np.testing.assert_allclose(np.stack(packed), expected, **tol(np.float32, reduced=64))
+
+
+@pytest.mark.parametrize("with_ref", [False, True])
+@pytest.mark.parametrize("with_old", [False, True])
+def test_loss_and_metrics_are_those_of_a_slow_float64_loop(with_old, with_ref):
+    _, params = model()
+    items = new_items()
+    batch = pack(items, row_lengths=(16,), rows_multiple=1)
+    updater = new_updater(kl_coef=0.5 if with_ref else 0.0)
+    now = slow_log_probs(params, items)
+    # Shifts of up to 0.6 put some ratios beyond the clip bounds 0.8 and 1.3, on both sides.
+    rng = np.random.default_rng(1)
+    old = now + rng.uniform(-0.6, 0.6, now.shape)
+    ref = now + rng.uniform(-1, 1, now.shape)
+    filled = batch.with_log_probs(
+        old=laid_out(old, batch) if with_old else None,
+        ref=laid_out(ref, batch) if with_ref else None,
+    )
+    _, metrics = updater.update(updater.init(params), filled)
+    old = old if with_old else now
+    expected = slow_loss(now, items, old=old, ref=ref if with_ref else None, kl_coef=0.5)
+    assert metrics["policy/loss"] == pytest.approx(expected, abs=1e-6)
+    spots = [(i, t) for i, item in enumerate(items) for t in np.flatnonzero(item.loss_mask)]
+    ratios = np.array([np.exp(now[i][t] - old[i][t]) for i, t in spots])
+    signs = np.array([np.sign(items[i].advantage) for i, _ in spots])
+    clipped = ((signs > 0) & (ratios > 1.3)) | ((signs < 0) & (ratios < 0.8))
+    assert clipped.any() == with_old
+    assert metrics["policy/clip_frac"] == pytest.approx(clipped.mean(), abs=1e-6)
+    assert metrics["policy/ratio_max"] == pytest.approx(ratios.max(), rel=1e-5)
+    d = np.array([old[i][t] - items[i].rollout_log_probs[t] for i, t in spots])
+    mismatch = np.minimum(np.exp(d) - 1 - d, 10)
+    assert metrics["policy/kl_mismatch"] == pytest.approx(mismatch.mean(), rel=1e-5)
+    if with_ref:
+        d = np.array([ref[i][t] - now[i][t] for i, t in spots])
+        assert metrics["policy/kl_ref"] == pytest.approx((np.exp(d) - 1 - d).mean(), rel=1e-5)
+    assert metrics["optim/skipped"] == 0
+    assert ("policy/kl_ref" in metrics) == with_ref
+
+
+def laid_out(values, batch) -> np.ndarray:
+    """Per-item values in the batch's layout, 0 elsewhere."""
+    out = np.zeros(batch.tokens.shape, np.float32)
+    for value, (row, start, length) in zip(values, batch.placements, strict=True):
+        out[row, start : start + length] = value
+    return np.where(batch.loss_mask, out, np.float32(0))
+
+
+@pytest.mark.parametrize("loss", ["grpo", "sft"])
+def test_gradient_is_the_finite_difference_of_the_slow_loss(loss):
+    _, params = model()
+    items = new_items()
+    batch = pack(items, row_lengths=(16,), rows_multiple=1)
+    now = slow_log_probs(params, items)
+    rng = np.random.default_rng(1)
+    # Well inside the clip bounds, so that the loss is smooth along the step of the difference.
+    old = now + rng.uniform(-0.1, 0.1, now.shape)
+    ref = now + rng.uniform(-1, 1, now.shape)
+    filled = batch.with_log_probs(old=laid_out(old, batch), ref=laid_out(ref, batch))
+    found = gradient(new_updater(kl_coef=0.5), params, filled, loss)
+
+    def value(shifted) -> float:
+        logged = slow_log_probs(shifted, items)
+        if loss == "sft":
+            count = sum(sum(item.loss_mask) for item in items)
+            return -logged.sum() / count
+        return slow_loss(logged, items, old=old, ref=ref, kl_coef=0.5)
+
+    # The directional derivative along random directions, one per weight array.
+    step = 4e-3
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    for index, (path, leaf) in enumerate(paths):
+        direction = np.sign(rng.normal(size=leaf.shape)).astype(np.float32)
+
+        def moved(scale: float, index=index, direction=direction):
+            leaves, tree = jax.tree.flatten(params)
+            leaves[index] = leaves[index] + jnp.asarray(scale * direction)
+            return jax.tree.unflatten(tree, leaves)
+
+        slope = (
+            8 * (value(moved(step)) - value(moved(-step)))
+            - (value(moved(2 * step)) - value(moved(-2 * step)))
+        ) / (12 * step)
+        name = jax.tree_util.keystr(path)
+        # float32 hidden states leave about 1e-6 of noise in the loss: 3e-4 in a difference over 4e-3.
+        assert np.vdot(found[name], direction) == pytest.approx(slope, rel=1e-3, abs=5e-4), name
+
+
+@pytest.mark.parametrize("loss", ["grpo", "sft"])
+def test_cutting_a_batch_into_microbatches_does_not_change_the_gradient(loss):
+    _, params = model()
+    # One trajectory a row: rows hold 1, 2, 3 and 4 loss tokens.
+    batch = pack(new_items(), row_lengths=(16,), rows_multiple=4)
+    ref = np.where(batch.loss_mask, np.float32(-2.5), np.float32(0))
+    batch = batch.with_log_probs(ref=ref)
+    assert batch.loss_mask.sum(axis=1).tolist() == [1, 2, 3, 4]
+    whole, single, pairs = (
+        gradient(new_updater(rows_per_microbatch=n, kl_coef=0.5), params, batch, loss)
+        for n in (4, 1, 2)
+    )
+    for name, expected in whole.items():
+        assert np.abs(expected).max() > 1e-3, name
+        np.testing.assert_allclose(single[name], expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(pairs[name], expected, rtol=0, atol=1e-6)
+
+
+def test_packing_does_not_change_loss_or_gradient():
+    _, params = model()
+    packed = pack(new_items(), row_lengths=(48,), rows_multiple=1)
+    alone = pack(new_items(), row_lengths=(16,), rows_multiple=1)
+    assert (packed.tokens.shape, alone.tokens.shape) == ((1, 48), (4, 16))
+    updater = new_updater()
+    losses = [updater.update(updater.init(params), b)[1]["policy/loss"] for b in (packed, alone)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    gradients = [gradient(updater, params, batch) for batch in (packed, alone)]
+    for name, expected in gradients[1].items():
+        np.testing.assert_allclose(gradients[0][name], expected, rtol=0, atol=1e-5)
+
+
+def test_masked_tokens_and_padding_do_not_move_the_update():
+    _, params = model()
+    items = new_items()
+    batch = pack(items, row_lengths=(32,), rows_multiple=2)
+    noise = np.random.default_rng(3).normal(size=batch.tokens.shape).astype(np.float32)
+    disturbed = replace(
+        batch,
+        tokens=np.where(batch.segment_ids == 0, np.int32(7), batch.tokens),
+        advantages=np.where(batch.loss_mask, batch.advantages, noise),
+        rollout_log_probs=np.where(batch.loss_mask, batch.rollout_log_probs, noise),
+    )
+    updater = new_updater()
+    plain, plain_metrics = updater.update(updater.init(params), batch)
+    plain = changed(plain)
+    other, other_metrics = updater.update(updater.init(params), disturbed)
+    assert plain_metrics == other_metrics
+    for name, value in changed(other).items():
+        np.testing.assert_array_equal(value, plain[name])
+
+
+def test_untrained_items_are_out_of_numerator_and_denominator():
+    _, params = model()
+    items = new_items()
+    updater = new_updater()
+    without = pack(items[:2], row_lengths=(16,), rows_multiple=1)
+    untrained = [replace(item, trained=False) for item in items[2:]]
+    beside = pack([*items[:2], *untrained], row_lengths=(16,), rows_multiple=1)
+    results = [updater.update(updater.init(params), b)[1] for b in (without, beside)]
+    assert results[0] == results[1]
+
+
+def test_two_runs_give_bit_identical_weights():
+    _, params = model()
+    runs = []
+    for _ in range(2):
+        updater = new_updater(kl_coef=0.5, rows_per_microbatch=2)
+        state = updater.init(params)
+        for seed in range(2):
+            batch = pack(new_items(seed=seed), row_lengths=(16,), rows_multiple=2)
+            batch = batch.with_log_probs(ref=updater.log_probs(params, batch))
+            state, _ = updater.update(state, batch)
+        runs.append(changed(state))
+    for name, value in runs[0].items():
+        np.testing.assert_array_equal(value, runs[1][name])
+
+
+def test_an_update_raises_the_probability_of_what_was_rewarded():
+    _, params = model()
+    items = [replace(item, advantage=1.0 - 2.0 * (i % 2)) for i, item in enumerate(new_items())]
+    batch = pack(items, row_lengths=(16,), rows_multiple=1)
+    updater = new_updater(learning_rate=1e-3)
+    state, metrics = updater.update(updater.init(params), batch)
+    gained = updater.log_probs(state.params, batch) - updater.log_probs(params, batch)
+    assert metrics["policy/ratio_max"] == 1
+    assert metrics["policy/clip_frac"] == 0
+    assert (gained * batch.advantages).sum() > 0.01
+
+
+def test_old_log_probs_of_the_same_weights_give_the_gradient_of_none():
+    _, params = model()
+    batch = pack(new_items(), row_lengths=(16,), rows_multiple=1)
+    updater = new_updater()
+    cheap = gradient(updater, params, batch)
+    exact = gradient(updater, params, batch.with_log_probs(old=updater.log_probs(params, batch)))
+    for name, value in exact.items():
+        np.testing.assert_allclose(cheap[name], value, **tol(np.float32, reduced=10, gradient=True))
+
+
+def test_sft_loss_is_the_mean_negative_log_likelihood_at_temperature_one():
+    _, params = model()
+    items = [replace(item, advantage=5.0) for item in new_items()]
+    batch = pack(items, row_lengths=(16,), rows_multiple=1)
+    updater = new_updater(temperature=0.5)
+    _, metrics = updater.update(updater.init(params), batch, loss="sft")
+    # 1 + 2 + 3 + 4 = 10 loss tokens
+    total = slow_log_probs(params, items).sum()
+    assert metrics["policy/loss"] == pytest.approx(-total / 10, abs=1e-6)
+
+
+@pytest.mark.parametrize("items", [[], new_items((0, 0))], ids=["no items", "no loss tokens"])
+def test_a_batch_without_loss_tokens_is_skipped(items):
+    _, params = model()
+    updater = new_updater(kl_coef=0.5)
+    batch = pack(items, row_lengths=(16,), rows_multiple=2)
+    state, metrics = updater.update(updater.init(params), batch)
+    assert metrics == {"optim/skipped": 1.0, "optim/learning_rate": pytest.approx(0.01)}
+    assert int(state.step) == 1
+    for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_the_next_update_is_not():
+    _, params = model()
+    good = pack(new_items(), row_lengths=(16,), rows_multiple=1)
+    bad = replace(good, advantages=np.where(good.loss_mask, np.float32(np.nan), good.advantages))
+    updater = new_updater()
+    state, metrics = updater.update(updater.init(params), bad)
+    assert metrics["optim/skipped"] == 1
+    assert not np.isfinite(metrics["policy/loss"])
+    for leaf in jax.tree.leaves(state.opt_state):
+        assert np.all(np.isfinite(leaf))
+    after_bad, metrics = updater.update(state, good)
+    assert metrics["optim/skipped"] == 0
+    assert int(after_bad.step) == 2
+    straight, _ = updater.update(updater.init(params), good)
+    expected = changed(straight)
+    for name, value in changed(after_bad).items():
+        np.testing.assert_array_equal(value, expected[name])
+
+
+def test_small_updates_are_not_lost_in_a_bfloat16_model():
+    _, params = model("bfloat16")
+    updater = new_updater(learning_rate=1e-6, dtype="bfloat16")
+    batch = pack(new_items(), row_lengths=(16,), rows_multiple=1)
+    state = updater.init(params)
+    before = changed(state)
+    for _ in range(2):
+        state, _ = updater.update(state, batch)
+    after = changed(state)
+    name = next(name for name in after if "final_norm" in name)
+    # Adam moves each weight by about the learning rate: far below a bfloat16's half step at 1.0, which is 2**-9.
+    np.testing.assert_allclose(np.abs(after[name] - before[name]), 2e-6, rtol=0.1)
+    sent = updater.compute_params(state)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(sent)} == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {"float32"}
+
+
+def test_init_leaves_the_given_weights_usable():
+    _, params = model()
+    updater = new_updater()
+    batch = pack(new_items(), row_lengths=(16,), rows_multiple=1)
+    before = updater.log_probs(params, batch)
+    updater.update(updater.init(params), batch)
+    np.testing.assert_array_equal(updater.log_probs(params, batch), before)
+
+
+def test_remat_gives_the_same_gradient():
+    _, params = model()
+    batch = pack(new_items(), row_lengths=(16,), rows_multiple=1)
+    kept, recomputed = (
+        gradient(new_updater(remat=remat), params, batch) for remat in (False, True)
+    )
+    for name, value in kept.items():
+        np.testing.assert_allclose(recomputed[name], value, **tol(np.float32, gradient=True))
+
+
+def test_rows_spread_over_eight_devices_give_the_update_of_one():
+    _, params = model()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    batch = pack(new_items((1, 2, 3, 4, 4, 0)), row_lengths=(16,), rows_multiple=8)
+    one = new_updater(rows_per_microbatch=8)
+    eight = new_updater(rows_per_microbatch=8, mesh=mesh)
+    np.testing.assert_allclose(
+        eight.log_probs(params, batch), one.log_probs(params, batch), **tol(np.float32, reduced=8)
+    )
+    found = gradient(eight, params, batch)
+    for name, value in gradient(one, params, batch).items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
+    metrics = [u.update(u.init(params), batch)[1] for u in (one, eight)]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-5)
+
+
+def test_rows_that_cannot_be_spread_are_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"rows_per_microbatch=4 cannot be spread over 8 devices"):
+        new_updater(rows_per_microbatch=4, mesh=mesh)
+
+
+def test_a_missing_reference_is_refused():
+    _, params = model()
+    updater = new_updater(kl_coef=0.5)
+    batch = pack(new_items(), row_lengths=(16,), rows_multiple=1)
+    with pytest.raises(ValueError, match=r"kl_coef=0.5 needs the log-probs of the reference"):
+        updater.update(updater.init(params), batch)
+
+
+def test_more_microbatches_need_no_new_compilation():
+    _, params = model()
+    updater = new_updater()
+    state = updater.init(params)
+    compiled = []
+    for count in (2, 4, 3):
+        batch = pack(new_items((2,) * count), row_lengths=(16,), rows_multiple=1)
+        state, _ = updater.update(state, batch)
+        compiled.append(updater._accumulate["grpo"]._cache_size())
+    assert compiled == compiled[:1] * 3
