@@ -7,7 +7,7 @@ a `SidecarError`: one sentence with the URL and what to do.
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -69,6 +69,7 @@ class SidecarClient:
         self._token = token
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._aborted: set[str] = set()
 
     async def __aenter__(self) -> "SidecarClient":
         headers = {"Accept": MSGPACK, "Content-Type": MSGPACK}
@@ -109,10 +110,10 @@ class SidecarClient:
             raise
         return True
 
-    async def rollouts(self, request: RolloutRequest) -> AsyncIterator[Trajectory]:
+    async def rollouts(self, request: RolloutRequest) -> AsyncGenerator[Trajectory, None]:
         """Trajectories in the order they end. Survives lost connections; the sidecar computes on meanwhile.
 
-        Stops early, without an error, if the request was aborted.
+        Stops early, without an error, once this client has aborted the request.
         """
         deadline = self._deadline()
         index, failures = 0, 0
@@ -121,6 +122,7 @@ class SidecarClient:
                 async with aclosing(self._frames(request, index, deadline)) as frames:
                     async for frame in frames:
                         if isinstance(frame, EndFrame):
+                            self._check_end(request, frame)
                             return
                         index, failures = index + 1, 0
                         yield frame.trajectory
@@ -132,6 +134,7 @@ class SidecarClient:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its tools are released when this returns. Unknown requests are no error."""
+        self._aborted.add(request_id)
         try:
             await self._call("DELETE", f"/v1/rollouts/{request_id}")
         except SidecarError as error:
@@ -209,6 +212,15 @@ class SidecarClient:
                     raise self._bad_answer(f"it sent frame {frame.index} where {index} was due")
                 index += 1
                 yield frame
+
+    def _check_end(self, request: RolloutRequest, end: EndFrame) -> None:
+        if end.aborted and request.request_id not in self._aborted:
+            raise SidecarError(
+                f"{self.url} ended the request {request.request_id} after {end.trajectories} of"
+                f" {len(request.rollouts)} trajectories: the sidecar was stopped, or somebody else"
+                " aborted it; look at the sidecar's log",
+                kind="aborted",
+            )
 
     async def _typed(
         self, wire_type: type[T], method: str, path: str, deadline: float, data: bytes | None = None

@@ -94,8 +94,6 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         response = _failed(request, RequestError(error.status, kind, message))
         if hdrs.ALLOW in error.headers:
             response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
-    except ConnectionResetError:
-        raise  # the reader went away; there is nobody to answer
     except Exception as error:
         _log.exception("%s %s failed", request.method, request.path)
         response = _failed(request, RequestError(500, "internal", describe(error)))
@@ -145,8 +143,17 @@ def _answer(request: web.Request, value: Any, status: int = 200) -> web.Response
     return web.Response(body=encode(value, content_type), status=status, content_type=content_type)
 
 
+async def _body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except ConnectionError as error:  # nobody will read this answer, but it ends the request
+        raise RequestError(
+            400, "disconnected", "the connection was lost within the body"
+        ) from error
+
+
 async def _read(request: web.Request, wire_type: type[T]) -> T:
-    body = await request.read()
+    body = await _body(request)
     content_type = MSGPACK if request.content_type == MSGPACK else JSON
     try:
         return decode(body, content_type, wire_type)
@@ -267,7 +274,7 @@ async def _begin_weights(request: web.Request) -> web.Response:
 async def _put_part(request: web.Request) -> web.Response:
     version = _integer(request.match_info["version"], "version")
     part = _integer(request.match_info["part"], "part")
-    data = await request.read()
+    data = await _body(request)
     return _answer(request, request.app[SIDECAR].weights.put_part(version, part, data))
 
 

@@ -2,16 +2,35 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
+import msgspec
+import xxhash
 from aiohttp import web
 
 from rollout_sidecar.agent import Agent, run_rollout
 from rollout_sidecar.engines.scripted import Script, ScriptedEngine
 from rollout_sidecar.formats import get_format
-from rollout_sidecar.protocol import Limits, RolloutRequest, RolloutSpec, Task, Trajectory
+from rollout_sidecar.protocol import (
+    JSON,
+    MSGPACK,
+    ErrorBody,
+    Fault,
+    Frame,
+    Limits,
+    RolloutRequest,
+    RolloutSpec,
+    Task,
+    TensorEntry,
+    Trajectory,
+    WeightsManifest,
+    decode,
+    encode,
+)
 from rollout_sidecar.scoring import Scorer
 from rollout_sidecar.server import ServerOptions, Sidecar, create_app
 from rollout_sidecar.tokenizer import ChatTokenizer
@@ -125,8 +144,11 @@ def call(name: str, **arguments: Any) -> str:
 
 def make_agent(
     tokenizer: ChatTokenizer, script: Script, *tools: BaseTool, reward: str = "gsm8k", **kwargs: Any
-) -> Agent:
-    """An agent whose policy plays the script. kwargs: max_model_tokens, delay_s, and fields of Scorer."""
+) -> Any:
+    """An agent whose policy plays the script. kwargs: max_model_tokens, delay_s, and fields of Scorer.
+
+    Typed as Any, because tests look into its scripted engine and exchange its parts.
+    """
     engine_kwargs = {
         key: kwargs.pop(key) for key in ("max_model_tokens", "delay_s") if key in kwargs
     }
@@ -212,3 +234,66 @@ async def serving(
     finally:
         await sidecar.stop()
         await runner.cleanup()
+
+
+class Push:
+    """A push of a few tensors: its payload, its manifest, and `read` as the client wants it."""
+
+    def __init__(self, *, part_bytes: int = 10, seed: int = 0, **shapes: list[int]):
+        shapes = shapes or {"b": [3], "a": [2, 2]}
+        tensors, payload = [], b""
+        for name, shape in shapes.items():
+            nbytes = 4 * math.prod(shape)
+            data = bytes((seed + 7 * len(payload) + i) % 256 for i in range(nbytes))
+            tensors.append(
+                TensorEntry(
+                    name=name,
+                    dtype="float32",
+                    shape=shape,
+                    offset=len(payload),
+                    nbytes=nbytes,
+                    hash=xxhash.xxh3_128_hexdigest(data),
+                )
+            )
+            payload += data
+        self.payload = payload
+        self.manifest = WeightsManifest(
+            tensors=tensors, payload_bytes=len(payload), part_bytes=part_bytes
+        )
+        self.reads: list[int] = []
+
+    @property
+    def parts(self) -> list[bytes]:
+        """The payload, cut."""
+        size = self.manifest.part_bytes
+        return [self.payload[i : i + size] for i in range(0, len(self.payload), size)]
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the payload; notes the offset."""
+        self.reads.append(offset)
+        return self.payload[offset : offset + nbytes]
+
+
+# --- HTTP by hand -------------------------------------------------------------------------------------------------
+
+
+async def lines(response: aiohttp.ClientResponse) -> list[Any]:
+    """The frames of an NDJSON stream."""
+    return [
+        msgspec.json.decode(line, type=Frame) async for line in response.content if line.strip()
+    ]
+
+
+async def fault(response: aiohttp.ClientResponse, status: int, kind: str) -> Fault:
+    """The fault of an error answer, whose status and kind must be these."""
+    content_type = MSGPACK if response.content_type == MSGPACK else JSON
+    error = decode(await response.read(), content_type, ErrorBody).error
+    assert (response.status, error.kind) == (status, kind), error
+    return error
+
+
+async def post(http: aiohttp.ClientSession, url: str, request: RolloutRequest) -> list[Any]:
+    """Sends a rollout request as JSON and reads all frames."""
+    async with http.post(f"{url}/v1/rollouts", data=encode(request, JSON)) as response:
+        assert response.status == 200, await response.text()
+        return await lines(response)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import Literal
 
 import msgspec
 import pytest
@@ -104,12 +105,9 @@ async def test_a_turn_that_ends_by_length_ends_the_trajectory_with_its_tokens(ti
 
 async def test_the_engine_is_never_asked_for_more_than_what_is_left(tiny_tokenizer):
     tokens = (await play(make_agent(tiny_tokenizer, ["#### 2"]))).prompt_tokens
-    for limits, max_model_tokens in (
-        ({"max_trajectory_tokens": tokens + 3}, 4096),
-        ({}, tokens + 3),
-    ):
+    for max_trajectory_tokens, max_model_tokens in ((tokens + 3, 4096), (4096, tokens + 3)):
         agent = make_agent(tiny_tokenizer, ["#### 2"], max_model_tokens=max_model_tokens)
-        trajectory = await play(agent, **limits)
+        trajectory = await play(agent, max_trajectory_tokens=max_trajectory_tokens)
         assert agent.engine.requests[0].max_tokens == 3
         assert len(trajectory.token_ids) == tokens + 3
         assert trajectory.status == "max_tokens"
@@ -147,7 +145,7 @@ async def test_the_trajectory_deadline_covers_generation(tiny_tokenizer):
 # --- pain point 17: what exactly fits, fits ----------------------------------------------------------------------
 
 
-async def fitted(tokenizer, room: int, result: str = "0123456789" * 4):
+async def fitted(tokenizer, room, result: str = "0123456789" * 4):
     """A trajectory with `room` tokens left after the first turn, which calls a tool that answers `result`."""
     first = call("echo", text=result)
     agent = make_agent(tokenizer, [first, "#### 2"], EchoTool())
@@ -233,7 +231,7 @@ class _Returning(ScriptedEngine):
         return self._fixed
 
 
-def _result(ids, log_probs=None, finish="length"):
+def _result(ids, log_probs=None, finish: Literal["stop", "length", "aborted"] = "length"):
     log_probs = [-1.0] * len(ids) if log_probs is None else log_probs
     return GenerateResult(token_ids=ids, log_probs=log_probs, finish=finish, policy_version=0)
 

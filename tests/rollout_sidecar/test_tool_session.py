@@ -1,4 +1,4 @@
-"""Tool calls and the life of tools: whatever a policy writes or a tool does, the trajectory goes on and nothing leaks."""
+"""Tool calls and the life of tools: whatever a policy writes or a tool does, the trajectory goes on, nothing leaks."""
 
 import asyncio
 import threading
