@@ -8,9 +8,8 @@ import numpy as np
 
 
 class Interval(NamedTuple):
-    """An estimate and the interval around it."""
+    """From low to high."""
 
-    estimate: float
     low: float
     high: float
 
@@ -29,13 +28,13 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
     scale = 1 + z * z / n
     centre = (rate + z * z / (2 * n)) / scale
     half = z / scale * (rate * (1 - rate) / n + z * z / (4 * n * n)) ** 0.5
-    return Interval(rate, max(0.0, centre - half), min(1.0, centre + half))
+    return Interval(max(0.0, centre - half), min(1.0, centre + half))
 
 
 def paired_bootstrap(
     a: Sequence[float], b: Sequence[float], *, seed: int, n: int = 10_000, confidence: float = 0.95
 ) -> Interval:
-    """mean(b) - mean(a), with the percentile interval over `n` resamplings of the problems.
+    """Interval of mean(b) - mean(a): percentiles over `n` resamplings of the problems.
 
     `a[i]` and `b[i]` are the scores of two policies on the same problem: resampling problems keeps the pairing, so
     that problems hard for both do not widen the interval.
@@ -54,7 +53,7 @@ def paired_bootstrap(
         means[start : start + rows] = differences[picks].mean(axis=1)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(differences.mean()), float(low), float(high))
+    return Interval(float(low), float(high))
 
 
 def _z(confidence: float) -> float:

@@ -13,15 +13,14 @@ def test_wilson_by_hand():
     # centre (0.8 + 0.192073) / 1.384146 = 0.716740
     # half   1.959964 / 1.384146 * sqrt(0.016 + 3.841459 / 400) = 1.416010 * sqrt(0.025603648) = 0.226577
     result = wilson(8, 10)
-    assert result.estimate == 0.8
     assert result.low == pytest.approx(0.490162, abs=2e-6)
     assert result.high == pytest.approx(0.943318, abs=2e-6)
 
 
 def test_wilson_at_the_ends():
     # 0 of n: [0, z² / (n + z²)]
-    assert wilson(0, 10) == pytest.approx((0.0, 0.0, 3.841459 / 13.841459), abs=1e-6)
-    assert wilson(10, 10) == pytest.approx((1.0, 1 - 3.841459 / 13.841459, 1.0), abs=1e-6)
+    assert wilson(0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)
+    assert wilson(10, 10) == pytest.approx((1 - 3.841459 / 13.841459, 1.0), abs=1e-6)
 
 
 def test_wilson_bounds_are_where_the_score_test_rejects():
@@ -48,14 +47,13 @@ def test_bootstrap_matches_all_resamplings_of_a_small_case():
     differences = np.subtract(b, a)
     every = [differences[list(picks)].mean() for picks in itertools.product(range(5), repeat=5)]
     result = paired_bootstrap(a, b, seed=0, n=50_000)
-    assert result.estimate == pytest.approx(0.4)
-    assert result[1:] == pytest.approx(np.quantile(every, [0.025, 0.975]), abs=1e-12)
+    assert result == pytest.approx(np.quantile(every, [0.025, 0.975]), abs=1e-12)
 
 
 def test_bootstrap_keeps_the_pairing():
     # b is better by exactly 0.1 on every problem, however different the problems are.
     a = np.random.default_rng(0).normal(size=50)
-    assert paired_bootstrap(list(a), list(a + 0.1), seed=1) == pytest.approx((0.1, 0.1, 0.1))
+    assert paired_bootstrap(list(a), list(a + 0.1), seed=1) == pytest.approx((0.1, 0.1))
 
 
 def test_bootstrap_width_is_that_of_the_normal_approximation():

@@ -1,0 +1,301 @@
+"""Every metric's name, meaning and unit; and the metrics that trajectories give.
+
+A name that is not in REGISTRY is an error when it is logged: a misspelt name would be a curve that nobody looks at.
+A metric that has no value in a step (the accuracy of trajectories that used a tool, when none did) is left out of that
+step, never written as 0 or NaN.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from rollout_sidecar.protocol import Status, ToolCallRecord, Trajectory
+
+UNKNOWN = "unknown"
+"""Stands for every tool name that no tool answers to: the policy may invent any number of them."""
+
+
+class Metric(NamedTuple):
+    """What a metric says, and in what unit ("" for plain numbers)."""
+
+    meaning: str
+    unit: str = ""
+
+
+REGISTRY: dict[str, Metric] = {
+    # reward
+    "reward/mean": Metric("Mean reward of trajectories."),
+    "reward/std": Metric("Standard deviation of their rewards."),
+    "reward/terms/{term}/mean": Metric("Mean of one part of the reward, where it is reported."),
+    "reward/zero_variance_group_frac": Metric(
+        "Groups whose rewards are all equal and so teach nothing.", "fraction"
+    ),
+    # rollout
+    "rollout/accuracy": Metric("Mean of what reward functions report as acc.", "fraction"),
+    "rollout/accuracy_with_tools": Metric("Accuracy where a tool was called.", "fraction"),
+    "rollout/accuracy_without_tools": Metric("Accuracy where no tool was called.", "fraction"),
+    "rollout/metrics/{key}/mean": Metric("Mean of a reward function's metric, where reported."),
+    "rollout/metrics/{key}/count": Metric("Trajectories that report the metric.", "trajectories"),
+    "rollout/trajectories": Metric("Trajectories of the batch, aborted ones not.", "trajectories"),
+    "rollout/aborted_frac": Metric(
+        "Trajectories that were aborted; in no other metric.", "fraction"
+    ),
+    "rollout/untrainable_frac": Metric("Trajectories left out of the loss.", "fraction"),
+    "rollout/turns/mean": Metric("Policy generations in a trajectory.", "turns"),
+    "rollout/prompt_tokens/mean": Metric("Tokens of the prompt.", "tokens"),
+    "rollout/completion_tokens/mean": Metric("Tokens that the policy sampled.", "tokens"),
+    "rollout/completion_tokens/max": Metric("The most that one trajectory sampled.", "tokens"),
+    "rollout/observation_tokens/mean": Metric("Tokens that tools wrote.", "tokens"),
+    "rollout/truncated_frac": Metric("Ended by a turn, token or time limit.", "fraction"),
+    "rollout/status/{status}_frac": Metric("Trajectories that ended so.", "fraction"),
+    "rollout/escaped_special_tokens": Metric("Special-token texts that were made plain.", "tokens"),
+    "rollout/cached_token_frac": Metric("Context tokens that needed no prefill.", "fraction"),
+    "rollout/trajectory_s/mean": Metric("Wall time of a trajectory.", "s"),
+    "rollout/trajectory_s/max": Metric("Wall time of the slowest trajectory.", "s"),
+    "rollout/tool_s/mean": Metric("Time that a trajectory waited for tools.", "s"),
+    # tools
+    "tools/use_rate": Metric("Trajectories with at least one attempt to call a tool.", "fraction"),
+    "tools/calls_per_trajectory": Metric("Attempted calls.", "calls"),
+    "tools/valid_call_rate": Metric("Attempted calls that succeeded.", "fraction"),
+    "tools/parse_error_rate": Metric("Attempted calls that could not be read.", "fraction"),
+    "tools/unknown_rate": Metric("Attempted calls of tools that do not exist.", "fraction"),
+    "tools/not_executed_rate": Metric("Attempted calls beyond the limit of a turn.", "fraction"),
+    "tools/{name}/calls": Metric("Attempted calls of this tool.", "calls"),
+    "tools/{name}/bad_arguments_rate": Metric("Calls whose arguments do not fit.", "fraction"),
+    "tools/{name}/error_rate": Metric("Calls in which the tool failed.", "fraction"),
+    "tools/{name}/timeout_rate": Metric("Calls that met their deadline.", "fraction"),
+    "tools/{name}/truncated_rate": Metric("Calls whose result was shortened.", "fraction"),
+    "tools/{name}/latency_p50_s": Metric("Median duration of executed calls.", "s"),
+    "tools/{name}/latency_p95_s": Metric("Duration that 95 % of them stay below.", "s"),
+    # policy
+    "policy/loss": Metric("What the optimizer minimises."),
+    "policy/entropy": Metric("Mean entropy of the policy at sampled tokens.", "nats"),
+    "policy/kl_ref": Metric("KL to the reference policy; k3 estimate.", "nats"),
+    "policy/kl_mismatch": Metric(
+        "KL between engine and trainer log-probs; k3 estimate. Numerics and staleness.", "nats"
+    ),
+    "policy/clip_frac": Metric("Tokens whose ratio was clipped.", "fraction"),
+    "policy/ratio_max": Metric("Largest ratio of a token."),
+    "policy/lag/mean": Metric("Steps between sampling policy and trained policy.", "steps"),
+    "policy/lag/max": Metric("The same, of the oldest token.", "steps"),
+    # optimizer, speed, time
+    "optim/grad_norm": Metric("Global norm of the gradient, before clipping."),
+    "optim/learning_rate": Metric("Of this step's last update."),
+    "optim/skipped": Metric("Updates skipped because loss or gradient was not finite.", "updates"),
+    "perf/tokens_per_s": Metric("Tokens sampled per second of the whole step.", "tokens/s"),
+    "perf/padding_fraction": Metric("Share of the batch that is padding.", "fraction"),
+    "perf/loss_tokens": Metric("Tokens that the loss sums over.", "tokens"),
+    "weights/push_bytes": Metric("Bytes sent to each sidecar.", "bytes"),
+    "time/{phase}_s": Metric("Wall time of one phase of the step; time/step_s is all of it.", "s"),
+    # evaluation
+    "eval/accuracy": Metric("Held-out trajectories called correct.", "fraction"),
+    "eval/pass_at_{k}": Metric("Chance that one of k samples is correct; unbiased.", "fraction"),
+}
+"""Names in braces stand for what a run fills in. Every reward, rollout and tools metric also exists under eval/."""
+
+_EVALUATED = ("reward/", "rollout/", "tools/")
+_NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9_./ -]")
+"""What trackers do not take in a name; MLflow is the strictest."""
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    parts = re.split(r"(\{\w+\})", name)
+    return re.compile("".join("[^\n]+" if p.startswith("{") else re.escape(p) for p in parts))
+
+
+_PATTERNS = [(_pattern(name), metric) for name, metric in REGISTRY.items() if "{" in name]
+
+
+def describe(name: str) -> Metric | None:
+    """The registered meaning of a metric; None if there is no such metric."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    evaluated = name.removeprefix("eval/")
+    if evaluated != name and evaluated.startswith(_EVALUATED):
+        return describe(evaluated)
+    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ValueError for names that are not registered."""
+    unknown = sorted(name for name in names if describe(name) is None)
+    if unknown:
+        raise ValueError(
+            f"unknown metric {unknown[0]!r}; add it, with its meaning, to REGISTRY in tooljax/metrics.py"
+        )
+
+
+def rollout_metrics(
+    trajectories: Sequence[Trajectory],
+    *,
+    tool_names: Collection[str] = (),
+    policy_version: int | None = None,
+) -> dict[str, float]:
+    """All metrics of a batch of trajectories. Aborted ones are counted, and are in nothing else.
+
+    Args:
+        trajectories: of one step, in any order.
+        tool_names: tools to report even if none of their calls was executed. Others are reported once a tool has
+            answered to the name; calls of names that no tool has are counted under `unknown`.
+        policy_version: version that the trainer holds, for policy/lag.
+    """
+    kept = [t for t in trajectories if t.status != "aborted"]
+    metrics: dict[str, float] = {"rollout/trajectories": float(len(kept))}
+    if trajectories:
+        metrics["rollout/aborted_frac"] = 1 - len(kept) / len(trajectories)
+    if not kept:
+        return metrics
+    metrics |= _reward_metrics(kept) | _length_metrics(kept) | _tool_metrics(kept, tool_names)
+    metrics |= _reported_metrics(kept)
+    for status in get_args(Status):
+        if status != "aborted":
+            metrics[f"rollout/status/{status}_frac"] = _mean([t.status == status for t in kept])
+    if policy_version is not None:
+        metrics |= _lag_metrics(kept, policy_version)
+    return metrics
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that k of n samples, drawn without replacement, hold a correct one: 1 - C(n-c, k) / C(n, k).
+
+    The unbiased estimate of arXiv:2107.03374, section 2.1.
+    """
+    if not 0 <= correct <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {correct} correct in {n} samples; needs 1 <= k <= n")
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def pass_metrics(correct: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """eval/pass_at_1, 2, 4, ... up to the fewest samples of a task. `correct` is by task, then by sample."""
+    most = min(map(len, correct), default=0)
+    ks = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    return {f"eval/pass_at_{k}": _mean([pass_at_k(len(c), sum(c), k) for c in correct]) for k in ks}
+
+
+def _reward_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = np.array([t.reward for t in kept], np.float64)
+    terms = {
+        f"reward/terms/{_clean(term)}/mean": _mean(values)
+        for term, values in _columns(t.reward_terms for t in kept).items()
+    }
+    return {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()), **terms}
+
+
+def _reported_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
+    """What reward functions report. A key is averaged over the trajectories that have it, and only those."""
+    metrics: dict[str, float] = {}
+    for key, values in _columns(t.metrics for t in kept).items():
+        metrics[f"rollout/metrics/{_clean(key)}/mean"] = _mean(values)
+        metrics[f"rollout/metrics/{_clean(key)}/count"] = float(len(values))
+    accuracy = [
+        (any(turn.calls for turn in t.turns), t.metrics["acc"]) for t in kept if "acc" in t.metrics
+    ]
+    for name, values in (
+        ("rollout/accuracy", [value for _, value in accuracy]),
+        ("rollout/accuracy_with_tools", [value for used, value in accuracy if used]),
+        ("rollout/accuracy_without_tools", [value for used, value in accuracy if not used]),
+    ):
+        if values:
+            metrics[name] = _mean(values)
+    return metrics
+
+
+def _length_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
+    completion = [sum(t.loss_mask) for t in kept]
+    total = [len(t.token_ids) for t in kept]
+    prompt = [t.prompt_tokens for t in kept]
+    observation = [a - p - c for a, p, c in zip(total, prompt, completion, strict=True)]
+    limits = ("max_turns", "max_tokens", "timeout")
+    metrics = {
+        "rollout/turns/mean": _mean([len(t.turns) for t in kept]),
+        "rollout/prompt_tokens/mean": _mean(prompt),
+        "rollout/completion_tokens/mean": _mean(completion),
+        "rollout/completion_tokens/max": float(max(completion)),
+        "rollout/observation_tokens/mean": _mean(observation),
+        "rollout/truncated_frac": _mean([t.status in limits for t in kept]),
+        "rollout/escaped_special_tokens": float(sum(t.escaped_special_tokens for t in kept)),
+        "rollout/trajectory_s/mean": _mean([t.total_s for t in kept]),
+        "rollout/trajectory_s/max": max(t.total_s for t in kept),
+        "rollout/tool_s/mean": _mean([t.tool_s for t in kept]),
+    }
+    turns = [turn for t in kept for turn in t.turns]
+    if context := sum(turn.start for turn in turns):
+        metrics["rollout/cached_token_frac"] = sum(turn.cached_tokens for turn in turns) / context
+    return metrics
+
+
+def _tool_metrics(kept: Sequence[Trajectory], tool_names: Collection[str]) -> dict[str, float]:
+    calls = [call for t in kept for turn in t.turns for call in turn.calls]
+    metrics = {
+        "tools/use_rate": _mean([any(turn.calls for turn in t.turns) for t in kept]),
+        "tools/calls_per_trajectory": len(calls) / len(kept),
+    }
+    if not calls:
+        return metrics
+    for name, status in (
+        ("valid_call_rate", "ok"),
+        ("parse_error_rate", "parse_error"),
+        ("unknown_rate", "unknown_tool"),
+        ("not_executed_rate", "not_executed"),
+    ):
+        metrics[f"tools/{name}"] = _mean([call.status == status for call in calls])
+    answered = {call.name for call in calls if call.status in _ANSWERED}
+    known = answered | set(tool_names)
+    by_name: dict[str, list[ToolCallRecord]] = defaultdict(list)
+    for call in calls:
+        if call.status != "parse_error":  # its name, if it has one, is a guess
+            by_name[_clean(call.name) if call.name in known else UNKNOWN].append(call)
+    for name in sorted(by_name):
+        metrics |= _one_tool(f"tools/{name}", by_name[name])
+    return metrics
+
+
+_EXECUTED = ("ok", "timeout", "error")
+_ANSWERED = (*_EXECUTED, "bad_arguments")
+
+
+def _one_tool(prefix: str, calls: Sequence[ToolCallRecord]) -> dict[str, float]:
+    metrics = {f"{prefix}/calls": float(len(calls))}
+    executed = [call for call in calls if call.status in _EXECUTED]
+    if prefix == f"tools/{UNKNOWN}" and not executed:
+        return metrics
+    for status in ("bad_arguments", "error", "timeout"):
+        metrics[f"{prefix}/{status}_rate"] = _mean([call.status == status for call in calls])
+    metrics[f"{prefix}/truncated_rate"] = _mean([call.truncated for call in calls])
+    if executed:
+        p50, p95 = np.percentile([call.latency_s for call in executed], [50, 95])
+        metrics |= {f"{prefix}/latency_p50_s": float(p50), f"{prefix}/latency_p95_s": float(p95)}
+    return metrics
+
+
+def _lag_metrics(kept: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+    spans = [span for t in kept for span in t.version_spans]
+    if not spans:
+        return {}
+    lags = [policy_version - span.policy_version for span in spans]
+    tokens = [span.end - span.start for span in spans]
+    return {
+        "policy/lag/mean": float(np.average(lags, weights=tokens)),
+        "policy/lag/max": float(max(lags)),
+    }
+
+
+def _columns(rows: Iterable[dict[str, float]]) -> dict[str, list[float]]:
+    """The values of each key, from the rows that have it. Rows need not have the same keys."""
+    columns: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for key, value in row.items():
+            columns[key].append(value)
+    return columns
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(np.asarray(values, np.float64)))
+
+
+def _clean(name: str) -> str:
+    return _NAME_CHARACTERS.sub("_", name).strip("/ ") or "_"
