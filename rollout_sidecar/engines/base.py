@@ -1,0 +1,84 @@
+"""What the agent loop needs from a generation engine: token ids in, token ids and log-probs out.
+
+Engines: `jax.py` (embedded, CPU/TPU/GPU), `sglang.py` (GPU), `scripted.py` (plays a script, for tests).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from rollout_sidecar.protocol import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One turn to generate. `token_ids` is the whole context: the engine finds by itself what it has cached."""
+
+    trajectory_id: str
+    """The same in every turn of a trajectory, so that an engine can keep its prefix."""
+    ordinal: int
+    """Position of the trajectory in its request. With the seed, it makes an embedded engine's placement repeatable."""
+    token_ids: list[int]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    seed: int
+    """Already specific to the turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """What was sampled. When `finish` is "stop" the matched stop id is the last token, present exactly once."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    """Under the sampled distribution: after temperature, top-k and top-p. Greedy: untempered."""
+    finish: Literal["stop", "length", "aborted"]
+    policy_version: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class WeightTensor:
+    """One tensor of a push: raw little-endian bytes under a Hugging Face name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview = field(repr=False)
+
+
+class Engine(Protocol):
+    """A generation engine. All methods are called from one event loop; `generate` runs many times at once."""
+
+    name: str
+    policy_version: int
+    max_model_tokens: int
+    vocab_size: int
+
+    async def start(self) -> None:
+        """Loads the model and compiles; returns when the first request can be served."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every generation (as "aborted") and frees the device."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Samples one turn. Cancelling the call aborts the generation."""
+        ...
+
+    async def abort(self, trajectory_id: str) -> None:
+        """Ends the trajectory's running generation, which returns what it has with finish "aborted". No-op if unknown."""
+        ...
+
+    async def release(self, trajectory_id: str) -> None:
+        """The trajectory has ended: whatever is kept for its prefix may go. No-op if unknown."""
+        ...
+
+    async def load_weights(self, tensors: Mapping[str, WeightTensor], policy_version: int) -> None:
+        """Replaces all weights at once, after running generations have ended their turn; forgets every cached prefix.
+
+        Raises ValueError, and keeps serving the old weights, if a name, shape or dtype does not fit the model.
+        """
+        ...

@@ -1,0 +1,76 @@
+"""What a step does between rollouts and update: which trajectories count, and for how much."""
+
+import numpy as np
+
+from rollout_sidecar.protocol import Trajectory
+from tooljax.config import Config
+from tooljax.config.schema import BatchConfig, GrpoConfig
+from tooljax.train import make_batch
+
+BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1)
+
+
+def trajectory(reward, *, sampled=2, status="completed", task=0, sample=0):
+    """Three prompt tokens, then `sampled` completion tokens and one observation token that is never trained on."""
+    tokens = [5, 6, 7, *([9] * sampled), 8]
+    return Trajectory(
+        task_index=task,
+        sample_index=sample,
+        task_id=str(task),
+        seed=0,
+        status=status,
+        token_ids=tokens,
+        prompt_tokens=3,
+        loss_mask=[False] * 3 + [True] * sampled + [False],
+        rollout_log_probs=[0.0] * 3 + [-1.0] * sampled + [0.0],
+        reward=reward,
+    )
+
+
+def config(**grpo):
+    return Config(grpo=GrpoConfig(group_size=2, **grpo), batch=BATCH)
+
+
+def test_advantages_reach_exactly_the_sampled_tokens():
+    groups = [[trajectory(1.0), trajectory(0.0, sampled=1)]]
+    advantages, metrics, batch = make_batch(config(scale_by_std=False), groups)
+    # rewards 1 and 0: mean 0.5, so advantages 0.5 and -0.5
+    np.testing.assert_allclose(advantages, [[0.5, -0.5]])
+    (row, start, _), (other_row, other_start, _) = batch.placements
+    np.testing.assert_array_equal(batch.advantages[row, start : start + 6], [0, 0, 0, 0.5, 0.5, 0])
+    np.testing.assert_array_equal(
+        batch.advantages[other_row, other_start : other_start + 5], [0, 0, 0, -0.5, 0]
+    )
+    assert metrics["perf/loss_tokens"] == 3
+    assert metrics["reward/zero_variance_group_frac"] == 0
+
+
+def test_skipped_groups_leave_the_denominator():
+    """Pain point 20: equal rewards, up to rounding, teach nothing and must not dilute the others."""
+    groups = [
+        [trajectory(0.1 + 0.2), trajectory(0.3)],
+        [trajectory(1.0), trajectory(0.0)],
+    ]
+    advantages, metrics, batch = make_batch(config(), groups)
+    np.testing.assert_array_equal(advantages[0], [0, 0])
+    assert metrics["reward/zero_variance_group_frac"] == 0.5
+    assert batch.loss_tokens == 4
+    _, _, kept = make_batch(config(zero_variance="keep"), groups)
+    assert kept.loss_tokens == 8
+
+
+def test_a_trajectory_that_the_policy_is_not_to_blame_for_counts_for_nothing():
+    groups = [
+        [trajectory(1.0), trajectory(0.0), trajectory(0.0, status="engine_error")],
+        [trajectory(1.0), trajectory(0.0), trajectory(0.0, sampled=0, status="prompt_too_long")],
+    ]
+    advantages, metrics, batch = make_batch(config(scale_by_std=False), groups)
+    np.testing.assert_allclose(advantages, [[0.5, -0.5, 0], [0.5, -0.5, 0]])
+    assert batch.loss_tokens == 8
+    np.testing.assert_allclose(metrics["rollout/untrainable_frac"], 2 / 6)
+
+
+def test_a_batch_with_nothing_to_learn_is_empty_not_an_error():
+    _, metrics, batch = make_batch(config(), [[trajectory(1.0), trajectory(1.0)]])
+    assert batch.loss_tokens == 0
+    assert metrics["perf/loss_tokens"] == 0

@@ -1,0 +1,273 @@
+"""Every setting of a run: one tree of frozen dataclasses, a docstring under each field.
+
+Defaults live here only. Ranges are part of the type (`Annotated[float, Range(...)]`), so that the reader
+(`tooljax.config.gin`) reports a bad value with the line that set it. Standard library only: the sidecar's host reads
+configs too, and has no JAX.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
+
+
+class Range(NamedTuple):
+    """The values a number may take: from `low` to `high`, both included unless `above`/`below` exclude them."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+
+Count = Annotated[int, Range(low=1)]
+CountOrZero = Annotated[int, Range(low=0)]
+Seconds = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(low=0)]
+Positive = Annotated[float, Range(above=0)]
+Fraction = Annotated[float, Range(low=0, high=1)]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole."""
+
+    dir: str = "runs/latest"
+    """Folder for checkpoints, logs, trajectories and config.gin. A run that finds its checkpoints here goes on."""
+    seed: CountOrZero = 0
+    """Every random draw derives from (seed, step, prompt, sample, turn)."""
+    steps: Count = 100
+    """Optimizer steps (rollouts of one batch, then its updates) until the run ends."""
+    progress: Literal["live", "plain", "off"] = "live"
+    """Terminal display: a live table, one line a step, or nothing. Live falls back to plain without a terminal."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy."""
+
+    path: str = ""
+    """Hugging Face folder: config.json, safetensors, tokenizer.json, chat template."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the trained weights and of what is sent to the engines. Softmax and log-probs are float32 always."""
+    remat: bool = True
+    """Recompute each layer in the backward pass instead of storing its activations."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tasks come from."""
+
+    train: tuple[str, ...] = ()
+    """Parquet or JSONL files of verl records to train on."""
+    eval: tuple[str, ...] = ()
+    """Held-out files. Empty: no evaluation during training."""
+    prompts_per_step: Count = 32
+    """Groups in one batch."""
+    shuffle: bool = True
+    """Shuffle the training rows anew each epoch, from run.seed."""
+    max_rows: CountOrZero = 0
+    """Use only the first rows of each training file, 0 for all."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How training rollouts are sampled."""
+
+    temperature: NonNegative = 1.0
+    """Divides the logits, in the engine and in the trainer alike. GRPO needs samples that differ: above 0."""
+    top_p: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Keep the smallest set of tokens with this much probability. Below 1 the trainer refuses to run: it does not
+    replay the truncated support yet."""
+    top_k: CountOrZero = 0
+    """Keep this many tokens, 0 for all. Above 0 the trainer refuses to run, as for top_p."""
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """Bounds of one trajectory. Nothing sampled is ever cut off afterwards."""
+
+    max_turns: Count = 8
+    """Assistant turns."""
+    max_tokens_per_turn: Count = 512
+    """Completion tokens of one turn."""
+    max_trajectory_tokens: Count = 4096
+    """Prompt, completion and observation tokens together."""
+    max_prompt_tokens: Count = 2048
+    """Longer prompts are rejected and counted, never truncated."""
+    max_tool_result_tokens: Count = 1024
+    """Longer tool results lose their middle."""
+    max_parallel_calls: Count = 8
+    """Calls of one turn beyond this are answered with "not executed"."""
+    max_invalid_turns: Count = 3
+    """Consecutive turns without one executable call, before the trajectory ends."""
+    tool_timeout_s: Seconds = 30.0
+    """Deadline of one tool call."""
+    trajectory_timeout_s: Seconds = 600.0
+    """Deadline of one trajectory."""
+
+
+@dataclass(frozen=True)
+class SidecarConfig:
+    """The rollout sidecar: remote ones by URL, or one started here."""
+
+    urls: tuple[str, ...] = ()
+    """Base URLs of running sidecars. Empty: start one on this machine with the embedded engine."""
+    token_file: str = ""
+    """File that holds the bearer token of the sidecars. Empty: no token."""
+    tool_config: str = ""
+    """verl tool_config YAML of the local sidecar. Empty: no tools."""
+    tool_format: Literal["hermes"] = "hermes"
+    """How the policy writes tool calls."""
+    reward: str = ""
+    """Reward function: a built-in name, or path/to/file.py:function. Empty: chosen by each task's data_source."""
+    tool_reward_weight: float = 0.0
+    """Weight in the reward of the rewards that tools return. 0 ignores them, and warns once if there are any."""
+    valid_call_reward: float = 0.0
+    """Added once to the reward of a trajectory that made a successful tool call: shaping against tool collapse."""
+    slots: Count = 64
+    """Trajectories that the embedded engine generates at once."""
+    max_model_tokens: Count = 4096
+    """Longest context of the embedded engine: its KV cache holds slots x this many tokens."""
+    start_timeout_s: Seconds = 180.0
+    """How long the local sidecar may take to load and compile."""
+    request_timeout_s: Seconds = 3600.0
+    """How long one batch of rollouts may take before the step fails."""
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """Group relative policy optimisation (arXiv:2402.03300), with the DAPO paper's token-mean (arXiv:2503.14476)."""
+
+    group_size: Annotated[int, Range(low=2)] = 8
+    """Trajectories of one prompt. Advantages are relative within the group, so it takes at least 2."""
+    clip_low: Annotated[float, Range(low=0, below=1)] = 0.2
+    """The ratio is clipped at 1 - clip_low. Epsilon_low in DAPO."""
+    clip_high: NonNegative = 0.2
+    """The ratio is clipped at 1 + clip_high. Epsilon_high in DAPO."""
+    kl_coef: NonNegative = 0.001
+    """Weight of KL(policy || reference), per token, in nats. 0 skips the reference policy. Beta in GRPO."""
+    scale_by_std: bool = True
+    """Divide advantages by the group's standard deviation; off is Dr.GRPO (arXiv:2503.20783)."""
+    zero_variance: Literal["skip", "keep"] = "skip"
+    """A group whose rewards are all equal: leave its tokens out of the loss, or keep them for the KL term."""
+    updates_per_batch: Count = 1
+    """Optimizer updates made on each batch of rollouts, each on all of it."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    learning_rate: NonNegative = 1e-6
+    """Peak, after warm-up."""
+    warmup_steps: CountOrZero = 10
+    """Updates in which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After warm-up. Cosine falls to a tenth at the last step."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled; not applied to norm scales and biases."""
+    b1: Annotated[float, Range(low=0, below=1)] = 0.9
+    """Decay of the first moment."""
+    b2: Annotated[float, Range(low=0, below=1)] = 0.99
+    """Decay of the second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    clip_norm: Positive = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How token streams become arrays of static shape."""
+
+    row_lengths: tuple[int, ...] = (1024, 2048, 4096)
+    """Ladder of row lengths; a batch uses the smallest that holds its longest trajectory. One compilation each."""
+    rows_per_microbatch: Count = 8
+    """Rows whose gradients are computed at once; the others of the batch are accumulated."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving."""
+
+    every_steps: Count = 50
+    """Steps between checkpoints. The last step, and Ctrl-C, save too."""
+    keep: Count = 2
+    """Newest checkpoints kept."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Held-out evaluation with the full tool loop."""
+
+    every_steps: CountOrZero = 0
+    """Steps between evaluations during training, 0 for none."""
+    max_tasks: CountOrZero = 200
+    """Problems used, 0 for all."""
+    samples: Count = 1
+    """Trajectories per problem."""
+    temperature: NonNegative = 0.0
+    """0 is greedy."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """The cold start: next-token loss on demonstrations, assistant tokens only."""
+
+    demonstrations: tuple[str, ...] = ()
+    """JSONL or parquet files; each row has messages, and tools (schemas) if it uses any."""
+    output: str = ""
+    """Hugging Face folder to write. Empty: <run.dir>/sft."""
+    steps: Count = 200
+    """Optimizer steps."""
+    conversations_per_step: Count = 64
+    """Demonstrations in one step."""
+    learning_rate: Positive = 1e-5
+    """Peak; warm-up, schedule and the rest come from the optimizer section."""
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """The push to the sidecars."""
+
+    part_bytes: Annotated[int, Range(low=1024)] = 33_554_432
+    """Size of one HTTP part of the payload."""
+    timeout_s: Seconds = 600.0
+    """How long one push may take before the step fails."""
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    """Where metrics go. metrics.jsonl is always written."""
+
+    tensorboard: bool = True
+    """Scalars and sample conversations under <run.dir>/tensorboard."""
+    mlflow: bool = False
+    """Needs the mlflow extra; MLFLOW_TRACKING_URI says where, default <run.dir>/mlflow.db."""
+    wandb: bool = False
+    """Needs the wandb extra; WANDB_MODE=offline works."""
+    project: str = "tooljax"
+    """Experiment (MLflow) or project (WandB)."""
+    samples_per_step: CountOrZero = 2
+    """Conversations written as text at each logged step."""
+    save_trajectories: bool = True
+    """Append every trajectory to <run.dir>/trajectories/step_N.jsonl."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    sidecar: SidecarConfig = field(default_factory=SidecarConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)

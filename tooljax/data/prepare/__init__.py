@@ -1,0 +1,4 @@
+"""Writes data files that `tooljax.data.records` reads: `python -m tooljax.data.prepare gsm8k|arithmetic`.
+
+Each command is a module with `add_arguments(parser)` and `run(args)`.
+"""

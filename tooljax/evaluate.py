@@ -1,0 +1,126 @@
+"""Measures a policy on held-out problems with the full tool loop: `python -m tooljax.evaluate --config configs/x.gin`.
+
+Seeds derive from the run's seed and the problem only, so that two policies, or one policy with and without its tools,
+are measured on the same draws.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from rollout_sidecar.client import SidecarError
+from rollout_sidecar.protocol import Limits, SamplingParams, Task, Trajectory
+from tooljax.config import Config, parse_args
+from tooljax.config.schema import LimitsConfig, SamplingConfig
+from tooljax.data.records import read_tasks
+from tooljax.intervals import wilson
+from tooljax.metrics import rollout_metrics
+from tooljax.rollouts import Sidecars, open_sidecars
+
+_EVALUATION = 2**32
+"""Takes the place of the step in seeds: no training step draws what an evaluation draws."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a policy did on held-out problems."""
+
+    trajectories: list[Trajectory]
+    correct: int
+    """Trajectories whose reward function reported acc >= 0.5, or a reward above 0 where it reports no acc."""
+    metrics: dict[str, float]
+    """Under eval/."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct trajectories."""
+        return self.correct / len(self.trajectories)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % Wilson interval of the accuracy."""
+        return wilson(self.correct, len(self.trajectories))
+
+
+def evaluate(
+    config: Config, sidecars: Sidecars, tasks: Sequence[Task], *, with_tools: bool = True
+) -> Evaluation:
+    """Rolls out every task with what the sidecars serve now; `with_tools=False` offers none."""
+    if not with_tools:
+        tasks = [replace_tools(task) for task in tasks]
+    groups = sidecars.rollout(
+        tasks,
+        samples=config.evaluate.samples,
+        seed=(config.run.seed, _EVALUATION),
+        sampling=SamplingParams(temperature=config.evaluate.temperature),
+        limits=limits(config.limits),
+    )
+    trajectories = [trajectory for group in groups for trajectory in group]
+    correct = sum(is_correct(trajectory) for trajectory in trajectories)
+    metrics = {f"eval/{name}": value for name, value in rollout_metrics(trajectories).items()}
+    return Evaluation(
+        trajectories, correct, metrics | {"eval/accuracy": correct / len(trajectories)}
+    )
+
+
+def is_correct(trajectory: Trajectory) -> bool:
+    """Whether the reward function called the answer right."""
+    return trajectory.metrics.get("acc", trajectory.reward) >= 0.5
+
+
+def replace_tools(task: Task) -> Task:
+    """The same task, with every tool withheld."""
+    return Task(**{**{f: getattr(task, f) for f in task.__struct_fields__}, "tools": []})
+
+
+def limits(config: LimitsConfig) -> Limits:
+    """The wire form of the limits section."""
+    return Limits(**asdict(config))
+
+
+def sampling(config: SamplingConfig) -> SamplingParams:
+    """The wire form of the sampling section."""
+    return SamplingParams(**asdict(config))
+
+
+def table(rows: Sequence[tuple[str, Evaluation]]) -> Table:
+    """One row an evaluation: accuracy with its interval, tool use, turns."""
+    out = Table(title=f"{len(rows[0][1].trajectories)} held-out trajectories")
+    for column in ("policy", "accuracy", "95 % interval", "used a tool", "valid calls", "turns"):
+        out.add_column(column, justify="left" if column == "policy" else "right")
+    for name, evaluation in rows:
+        low, high = evaluation.interval
+        shown = evaluation.metrics
+        out.add_row(
+            name,
+            f"{evaluation.accuracy:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            f"{shown.get('eval/tools/use_rate', 0):.2f}",
+            f"{shown.get('eval/tools/valid_call_rate', 0):.2f}",
+            f"{shown.get('eval/rollout/turns/mean', 0):.1f}",
+        )
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluates model.path on data.eval, with its tools and with tools withheld."""
+    config = parse_args(argv, prog="tooljax.evaluate", description=__doc__ or "")
+    try:
+        tasks = read_tasks(config.data.eval, max_rows=config.evaluate.max_tasks)
+        with open_sidecars(config) as sidecars:
+            rows = [
+                ("with tools", evaluate(config, sidecars, tasks)),
+                ("tools withheld", evaluate(config, sidecars, tasks, with_tools=False)),
+            ]
+    except (ValueError, SidecarError, OSError) as error:
+        print(f"tooljax.evaluate: {error}", file=sys.stderr)
+        return 1
+    Console().print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

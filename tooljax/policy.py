@@ -1,0 +1,75 @@
+"""The trained policy as the entry points see it: loaded from a folder, updated, sent and written back."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from tooljax.config import Config
+from tooljax.model import hf
+from tooljax.model.decoder import DecoderConfig
+from tooljax.optimizer import make_optimizer
+from tooljax.update import Params, TrainState, Updater
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A decoder's structure, the weights it was loaded with, and the folder they came from."""
+
+    graphdef: nnx.GraphDef
+    params: Params
+    """As loaded. The reference policy of a run is exactly these."""
+    shape: DecoderConfig
+    folder: str
+
+    @classmethod
+    def load(cls, folder: str, dtype: str) -> "Policy":
+        """Reads a Hugging Face folder. ValueError says which file or tensor is wrong."""
+        if not folder:
+            raise ValueError("model.path is empty: set it to a Hugging Face folder")
+        decoder = hf.load(folder, dtype)
+        graphdef, params = nnx.split(decoder)
+        return cls(graphdef, params, decoder.cfg, folder)
+
+    def tensors(self, params: Params) -> Iterator[tuple[str, jax.Array]]:
+        """Weights under their Hugging Face names, as they are pushed to the sidecars."""
+        return hf.to_hf(self.shape, nnx.merge(self.graphdef, params))
+
+    def save(self, params: Params, folder: str | Path) -> None:
+        """Writes a Hugging Face folder with the tokenizer and template of the one the policy came from."""
+        hf.save(nnx.merge(self.graphdef, params), folder, source=self.folder)
+
+
+def make_updater(
+    config: Config, policy: Policy, *, total_updates: int, learning_rate: float
+) -> Updater:
+    """The update that a config asks for; reinforcement learning and cold start share it."""
+    optimizer = make_optimizer(
+        learning_rate=learning_rate,
+        warmup_steps=config.optimizer.warmup_steps,
+        schedule=config.optimizer.schedule,
+        total_steps=total_updates,
+        weight_decay=config.optimizer.weight_decay,
+        b1=config.optimizer.b1,
+        b2=config.optimizer.b2,
+        eps=config.optimizer.eps,
+        clip_norm=config.optimizer.clip_norm,
+    )
+    return Updater(
+        policy.graphdef,
+        optimizer,
+        dtype=config.model.dtype,
+        temperature=config.sampling.temperature,
+        clip_low=config.grpo.clip_low,
+        clip_high=config.grpo.clip_high,
+        kl_coef=config.grpo.kl_coef,
+        rows_per_microbatch=config.batch.rows_per_microbatch,
+        remat=config.model.remat,
+    )
+
+
+def abstract_state(updater: Updater, params: Params) -> TrainState:
+    """Shapes and dtypes of a training state, without computing one: what a checkpoint is restored into."""
+    return jax.eval_shape(updater.init, params)

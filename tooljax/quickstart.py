@@ -1,0 +1,126 @@
+"""The whole job on a laptop: `make quickstart`.
+
+Generates multi-step arithmetic, builds a small decoder and its tokenizer, cold-starts it on imperfect demonstrations,
+trains it with GRPO through a real sidecar with a calculator, and ends with a table on held-out problems: before, after,
+and after with the calculator withheld. Nothing is downloaded. Run again, it goes on where it was.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from rollout_sidecar.client import SidecarError
+from rollout_sidecar.protocol import decode, encode
+from tooljax.checkpoint import CheckpointError
+from tooljax.config import Config, parse_args
+from tooljax.data.prepare import arithmetic
+from tooljax.data.records import read_tasks
+from tooljax.evaluate import Evaluation, evaluate, table
+from tooljax.model import tiny
+from tooljax.rollouts import Sidecars, open_sidecars
+from tooljax.sft import cold_start
+from tooljax.trackers import write_best_and_worst
+from tooljax.train import train
+
+VOCAB = 512
+EMBED = 128
+LAYERS = 4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. 0 when the table was printed."""
+    config = parse_args(argv, prog="tooljax.quickstart", description=__doc__ or "")
+    started = time.monotonic()
+    console = Console()
+    try:
+        config = prepare(config, console)
+        with open_sidecars(config) as sidecars:
+            rows = run(config, sidecars, console)
+    except (ValueError, SidecarError, CheckpointError, OSError) as error:
+        print(f"tooljax.quickstart: {error}", file=sys.stderr)
+        return 1
+    if rows is None:
+        print("interrupted and saved; run the same command to go on", file=sys.stderr)
+        return 130
+    report(config, rows, console)
+    console.print(f"total {(time.monotonic() - started) / 60:.1f} minutes")
+    return 0
+
+
+def prepare(config: Config, console: Console) -> Config:
+    """Data, model and cold start, each unless its result is there; the config with their paths filled in."""
+    run_dir = Path(config.run.dir)
+    data, model, started = run_dir / "data", run_dir / "model", run_dir / "sft"
+    demonstrations = data / "demonstrations.jsonl"
+    if not demonstrations.exists():
+        console.print("[bold]1/4[/] generating problems and demonstrations")
+        arithmetic.run(_arithmetic_options(str(data), config.run.seed))
+    if not model.exists():
+        console.print("[bold]2/4[/] building a small decoder and its tokenizer")
+        texts = tiny.chat_texts(demonstrations)
+        tiny.build(model, texts, vocab=VOCAB, embed=EMBED, layers=LAYERS, seed=config.run.seed)
+    config = replace(
+        config,
+        model=replace(config.model, path=str(model)),
+        data=replace(
+            config.data,
+            train=(str(data / "train.parquet"),),
+            eval=(str(data / "heldout.parquet"),),
+        ),
+        sft=replace(config.sft, demonstrations=(str(demonstrations),), output=str(started)),
+    )
+    if not started.exists():
+        console.print("[bold]3/4[/] cold start on imperfect demonstrations")
+        cold_start(config)
+    return replace(config, model=replace(config.model, path=str(started)))
+
+
+def run(
+    config: Config, sidecars: Sidecars, console: Console
+) -> list[tuple[str, Evaluation]] | None:
+    """Evaluates, trains, evaluates; None if it was interrupted."""
+    tasks = read_tasks(config.data.eval, max_rows=config.evaluate.max_tasks)
+    before = _before(config, sidecars, tasks)
+    console.print("[bold]4/4[/] training with GRPO through the sidecar")
+    if train(config, sidecars) < config.run.steps:
+        return None
+    return [
+        ("before (cold start)", before),
+        ("after", evaluate(config, sidecars, tasks)),
+        ("after, tool withheld", evaluate(config, sidecars, tasks, with_tools=False)),
+    ]
+
+
+def report(config: Config, rows: list[tuple[str, Evaluation]], console: Console) -> None:
+    """Prints the table and where to look further."""
+    run_dir = Path(config.run.dir)
+    console.print(table(rows))
+    extremes = write_best_and_worst(run_dir, rows[1][1].trajectories, count=10)
+    console.print(f"TensorBoard: tensorboard --logdir {run_dir / 'tensorboard'}", soft_wrap=True)
+    console.print(f"learning curve: {run_dir / 'learning_curve.png'}", soft_wrap=True)
+    console.print(f"ten best and ten worst trajectories: {extremes}", soft_wrap=True)
+
+
+def _before(config: Config, sidecars: Sidecars, tasks: list) -> Evaluation:
+    """The evaluation of the cold start, kept in a file: a run that goes on no longer serves those weights."""
+    kept = Path(config.run.dir) / "before.json"
+    if kept.exists():
+        return decode(kept.read_bytes(), "application/json", Evaluation)
+    before = evaluate(config, sidecars, tasks)
+    kept.write_bytes(encode(before, "application/json"))
+    return before
+
+
+def _arithmetic_options(folder: str, seed: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    arithmetic.add_arguments(parser)
+    return parser.parse_args(["--output_dir", folder, "--seed", str(seed)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

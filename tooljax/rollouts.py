@@ -1,0 +1,205 @@
+"""Asks the sidecars for trajectories, and hands them weights.
+
+Groups go to the sidecars in turn, a whole group to one sidecar, so that its samples share the prompt's prefix. Results
+are collated by (task, sample), never by arrival: what the trainer sees does not depend on timing.
+"""
+
+import asyncio
+import signal
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import jax
+
+from rollout_sidecar.client import SidecarClient
+from rollout_sidecar.protocol import (
+    Info,
+    Limits,
+    RolloutRequest,
+    RolloutSpec,
+    SamplingParams,
+    Task,
+    Trajectory,
+    derive_seed,
+)
+from tooljax.config import Config
+from tooljax.launch import local_sidecar
+from tooljax.weights.push import PushReport, push_weights
+
+Groups = list[list[Trajectory]]
+"""Trajectories by task, then by sample."""
+
+Progress = Callable[[int, int], None]
+"""Called with how many trajectories are there, and how many are wanted."""
+
+
+class InterruptedRollout(Exception):
+    """Somebody asked the run to stop while trajectories were being made."""
+
+
+@contextmanager
+def open_sidecars(config: Config) -> "Iterator[Sidecars]":
+    """The sidecars that a config names, or one started here that ends with the block."""
+    timeout_s = config.sidecar.request_timeout_s
+    if config.sidecar.urls:
+        file = config.sidecar.token_file
+        token = Path(file).read_text().strip() if file else None
+        with Sidecars(config.sidecar.urls, token=token, timeout_s=timeout_s) as sidecars:
+            yield sidecars
+        return
+    log = Path(config.run.dir) / "sidecar.log"
+    with (
+        local_sidecar(config, log_path=log) as (url, token),
+        Sidecars([url], token=token, timeout_s=timeout_s) as sidecars,
+    ):
+        yield sidecars
+
+
+class Sidecars:
+    """Every sidecar of a run, behind blocking calls. A context manager.
+
+    The first SIGINT or SIGTERM ends a running rollout with InterruptedRollout and sets `stop_requested`; a second one
+    raises KeyboardInterrupt as usual.
+    """
+
+    def __init__(self, urls: Sequence[str], *, token: str | None, timeout_s: float):
+        if not urls:
+            raise ValueError("no sidecar to ask: set sidecar.urls, or leave it empty to start one")
+        self._clients = [SidecarClient(url, token=token, timeout_s=timeout_s) for url in urls]
+        self._runner = asyncio.Runner()
+        self._task: asyncio.Task | None = None
+        self._handlers: dict[int, object] = {}
+        self._nonce = uuid.uuid4().hex[:12]
+        self._requests = 0
+        self._first_version = 0
+        self.stop_requested = False
+
+    def __enter__(self) -> "Sidecars":
+        for client in self._clients:
+            self._runner.run(client.__aenter__())
+        # Versions only ever grow on a sidecar, and one that outlived an earlier run already has some.
+        self._first_version = 1 + max(info.policy_version for info in self.info())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        for client in self._clients:
+            self._runner.run(client.__aexit__(None, None, None))
+        self._runner.close()
+
+    def info(self) -> list[Info]:
+        """What each sidecar serves. Raises SidecarError, naming the URL, if one does not answer."""
+
+        async def ask() -> list[Info]:
+            return list(await asyncio.gather(*(client.info() for client in self._clients)))
+
+        return self._runner.run(ask())
+
+    def push(
+        self,
+        tensors: Iterable[tuple[str, jax.Array]],
+        *,
+        step: int,
+        part_bytes: int,
+        timeout_s: float,
+    ) -> PushReport:
+        """Sends the weights that the policy has after `step` steps; returns when every sidecar serves them."""
+        return self._runner.run(
+            push_weights(
+                self._clients,
+                tensors,
+                version=self._first_version + step,
+                part_bytes=part_bytes,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def policy_lag(self, trajectory: Trajectory, step: int) -> int:
+        """How many steps older than the policy after `step` steps the oldest token of a trajectory is."""
+        versions = [span.policy_version for span in trajectory.version_spans]
+        return self._first_version + step - min(versions) if versions else 0
+
+    def rollout(
+        self,
+        tasks: Sequence[Task],
+        *,
+        samples: int,
+        seed: tuple[int, ...],
+        sampling: SamplingParams,
+        limits: Limits,
+        step: int | None = None,
+        on_progress: Progress | None = None,
+    ) -> Groups:
+        """Makes `samples` trajectories of each task.
+
+        Their seeds derive from (*seed, task, sample). With `step`, only the policy after that many steps will do;
+        without, whatever the sidecars serve. Raises SidecarError, or InterruptedRollout.
+        """
+        self._requests += 1
+        groups: list[list[Trajectory | None]] = [[None] * samples for _ in tasks]
+        done = 0
+
+        def add(trajectory: Trajectory, task_index: int) -> None:
+            nonlocal done
+            groups[task_index][trajectory.sample_index] = trajectory
+            done += 1
+            if on_progress is not None:
+                on_progress(done, len(tasks) * samples)
+
+        async def ask(client: SidecarClient, mine: list[int]) -> None:
+            request = RolloutRequest(
+                request_id=f"{self._nonce}.{self._requests}",
+                tasks=[tasks[i] for i in mine],
+                rollouts=[
+                    RolloutSpec(task_index=k, sample_index=s, seed=derive_seed(*seed, i, s))
+                    for k, i in enumerate(mine)
+                    for s in range(samples)
+                ],
+                sampling=sampling,
+                limits=limits,
+                min_policy_version=0 if step is None else self._first_version + step,
+            )
+            try:
+                async for trajectory in client.rollouts(request):
+                    add(trajectory, mine[trajectory.task_index])
+            except asyncio.CancelledError:
+                await asyncio.shield(client.abort(request.request_id))
+                raise
+
+        async def ask_all() -> None:
+            self._task = asyncio.current_task()
+            turns = len(self._clients)
+            shares = [list(range(k, len(tasks), turns)) for k in range(turns)]
+            async with asyncio.TaskGroup() as group:
+                for client, mine in zip(self._clients, shares, strict=True):
+                    if mine:
+                        group.create_task(ask(client, mine))
+
+        try:
+            self._runner.run(ask_all())
+        except asyncio.CancelledError:
+            raise InterruptedRollout from None
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._task = None
+        return [[_present(trajectory) for trajectory in group] for group in groups]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = True
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
+def _present(trajectory: Trajectory | None) -> Trajectory:
+    if trajectory is None:
+        raise RuntimeError("a sidecar ended the stream early: somebody else aborted the request")
+    return trajectory
