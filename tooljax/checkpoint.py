@@ -51,6 +51,10 @@ class Checkpointer:
         with _quiet_orbax():
             return sorted(self._open().all_steps())
 
+    def latest_step(self) -> int | None:
+        """The newest complete step; None when the folder has none."""
+        return max(self.steps(), default=None)
+
     def save(self, step: int, arrays: Any, extra: dict[str, Any], block: bool = True) -> None:
         """Writes a step; one that is there already is left as it is.
 

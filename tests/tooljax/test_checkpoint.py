@@ -116,6 +116,7 @@ def test_arrays_are_placed_on_the_sharding_asked_for(tmp_path):
 def test_an_empty_folder_restores_nothing(tmp_path):
     with Checkpointer(tmp_path / "none") as checkpoints:
         assert checkpoints.restore(weights(0.0)) is None
+        assert checkpoints.latest_step() is None
 
 
 def test_the_newest_steps_are_kept(tmp_path):
@@ -123,6 +124,7 @@ def test_the_newest_steps_are_kept(tmp_path):
         for step in (1, 2, 3, 4):
             checkpoints.save(step, weights(step), {})
         assert checkpoints.steps() == [3, 4]
+        assert checkpoints.latest_step() == 4
         step, arrays, _ = restored(checkpoints, weights(0.0))
     assert step == 4
     assert arrays["w"].tolist() == [4.0] * 4
