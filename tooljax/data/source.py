@@ -50,6 +50,7 @@ class RowSource(Generic[T]):
     def next(self) -> list[T]:
         """The next batch; it never ends."""
         indices = self._batches[self._step]
+        assert indices is not None, "only a filtered dataset of Grain has gaps"
         self._step += 1
         return [self._rows[i] for i in indices]
 
@@ -113,7 +114,7 @@ class TaskSource(RowSource[Task]):
         super().__init__(tasks, per_step=prompts_per_step, seed=seed, shuffle=shuffle)
 
 
-def _batches(count: int, *, per_step: int, seed: int, shuffle: bool) -> Sequence[list[int]]:
+def _batches(count: int, *, per_step: int, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
     """The endless sequence of batches, as row numbers."""
     numbers = grain.MapDataset.range(count)
     if shuffle:

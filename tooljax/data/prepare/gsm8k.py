@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--examples",
         type=int,
         default=0,
-        help=f"worked examples before the question, up to {len(EXAMPLES)}, for models without tool training (default 0)",
+        help=f"worked examples (up to {len(EXAMPLES)}) before the question, for models not trained on tools; default 0",
     )
 
 
