@@ -25,7 +25,10 @@ class FittedResult:
 
 
 def truncate(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> FittedResult:
-    """The text, without its middle if it has more than max_tokens tokens (but never less than the marker)."""
+    """The text, without its middle if it has more than max_tokens tokens. Never makes it longer: a text as short as
+    the marker stays, so below the marker's length max_tokens is taken as that."""
+    marker_tokens = len(tokenizer.encode(MARKER, plain=True))
+    max_tokens = max(max_tokens, marker_tokens)
     head, tail, cut = text, "", False
     limit = max_tokens * _MAX_TOKEN_CHARACTERS
     if len(text) > 2 * limit:  # keeps an enormous result from being tokenised as a whole
@@ -33,8 +36,7 @@ def truncate(tokenizer: ChatTokenizer, text: str, max_tokens: int) -> FittedResu
     ids = tokenizer.encode(head, plain=True) + (tokenizer.encode(tail, plain=True) if cut else [])
     if len(ids) <= max_tokens and not cut:
         return FittedResult(text, len(ids), False)
-    marker_tokens = len(tokenizer.encode(MARKER, plain=True))
-    keep = max(0, max_tokens - marker_tokens)
+    keep = max_tokens - marker_tokens
     while True:
         # Half a character at the cut decodes to U+FFFD.
         head = tokenizer.decode(ids[: (keep + 1) // 2]).rstrip("\ufffd")

@@ -184,6 +184,28 @@ async def test_an_abort_releases_tools_and_ends_the_stream(tiny_tokenizer, http)
     assert tool.times("release") == 2
 
 
+async def test_a_second_abort_waits_for_the_release_too(tiny_tokenizer, http):
+    class Slow(HangingTool):
+        async def release(self, instance_id, **kwargs):
+            await asyncio.sleep(0.2)
+            await super().release(instance_id)
+
+    tool = Slow()
+    agent = make_agent(tiny_tokenizer, [call("counter"), "#### 2"], tool)
+    async with serving(agent) as (url, _):
+        reading = asyncio.create_task(post(http, url, make_request()))
+        while not tool.times("execute"):
+            await asyncio.sleep(0.01)
+
+        async def abort(after_s):
+            await asyncio.sleep(after_s)
+            async with http.delete(f"{url}/v1/rollouts/r"):
+                return tool.times("release")
+
+        assert await asyncio.gather(abort(0), abort(0.05)) == [1, 1]
+        await reading
+
+
 async def test_stopping_the_sidecar_releases_tools(tiny_tokenizer, http):
     tool = HangingTool()
     agent = make_agent(tiny_tokenizer, [call("counter"), "#### 2"], tool)

@@ -113,6 +113,33 @@ async def test_a_hanging_tool_costs_its_deadline_and_no_more(tiny_tokenizer):
     assert 0.2 <= trajectory.tool_s < 0.5
 
 
+async def test_a_tool_that_is_given_up_on_is_cancelled(tiny_tokenizer):
+    ended = []
+
+    class Waiting(CounterTool):
+        async def answer(self, instance_id, parameters):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(instance_id)
+
+    await play(
+        make_agent(tiny_tokenizer, [call("counter"), "#### 2"], Waiting()), tool_timeout_s=0.05
+    )
+    assert ended == ["r:0"]
+
+
+async def test_a_tool_that_cancels_itself_does_not_cancel_the_trajectory(tiny_tokenizer):
+    class Cancelling(CounterTool):
+        async def answer(self, instance_id, parameters):
+            raise asyncio.CancelledError
+
+    agent = make_agent(tiny_tokenizer, [call("counter"), "#### 2"], Cancelling())
+    trajectory = await play(agent)
+    assert (trajectory.status, statuses(trajectory)) == ("completed", [["error"], []])
+    assert tool_messages(trajectory) == ["Error executing tool 'counter': it was cancelled"]
+
+
 async def test_a_tool_that_ignores_cancellation_cannot_hold_up_the_trajectory(tiny_tokenizer):
     """Pain point 13."""
     freed = asyncio.Event()
