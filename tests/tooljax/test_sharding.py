@@ -1,0 +1,136 @@
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from random_decoder import random_decoder
+
+from tolerance import tol
+from tooljax.model.decoder import Decoder, DecoderConfig
+from tooljax.sharding import RULES, make_mesh, named_sharding, shardings
+
+CONFIG = DecoderConfig(
+    family="llama",
+    vocab=32,
+    embed=16,
+    layers=2,
+    q_heads=8,
+    kv_heads=4,
+    head_dim=4,
+    ffw=32,
+    rope_theta=10_000.0,
+    norm_eps=1e-5,
+    tied_head=False,
+    max_positions=64,
+    dtype="float32",
+)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return random_decoder(CONFIG)
+
+
+def run(graph, params: nnx.State, *rows: jax.Array) -> jax.Array:
+    return nnx.merge(graph, params).logits(*rows)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"fsdp": 8},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"tensor": 4, "context": 2},
+    ],
+)
+def test_sharded_logits_equal_unsharded(decoder: Decoder, sizes: dict[str, Any]):
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab, (8, 6)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.asarray([0, 1, 2, 0, 1, 2], jnp.int32)[None], tokens.shape)
+    segments = jnp.broadcast_to(jnp.asarray([1, 1, 1, 2, 2, 2], jnp.int32)[None], tokens.shape)
+    graph, params = nnx.split(decoder)
+    expected = jax.jit(run, static_argnums=0)(graph, params, tokens, positions, segments)
+
+    mesh = make_mesh(**sizes)
+    placed = jax.device_put(params, shardings(params, mesh))
+    rows = jax.device_put(
+        (tokens, positions, segments), named_sharding(("batch", "time"), mesh, shape=tokens.shape)
+    )
+    logits = jax.jit(run, static_argnums=0)(graph, placed, *rows)
+    assert len(logits.sharding.device_set) == 8
+    np.testing.assert_allclose(logits, expected, **tol(jnp.float32, reduced=100))
+
+
+def test_data_takes_the_devices_that_are_left():
+    assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "context": 1}
+    assert dict(make_mesh(tensor=2).shape) == {"data": 4, "fsdp": 1, "tensor": 2, "context": 1}
+    two = make_mesh(devices=jax.devices()[:2])
+    assert list(two.devices.flat) == jax.devices()[:2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "product"), [({"tensor": 3}, 6), ({"data": 2, "fsdp": 2}, 4), ({"fsdp": 16}, 16)]
+)
+def test_a_mesh_uses_every_device(sizes: dict[str, Any], product: int):
+    with pytest.raises(ValueError, match=rf"= {product} must use all 8 devices; leave data unset"):
+        make_mesh(**sizes)
+
+
+def test_weights_are_placed_by_their_logical_axes(decoder: Decoder):
+    placed = shardings(nnx.state(decoder, nnx.Param), make_mesh(data=2, fsdp=2, tensor=2))
+    # [vocab embed], [layer embed kv_heads head_dim], [layer ffw embed], [embed]
+    assert placed["embedding"].get_value().spec == PartitionSpec(("tensor",), ("fsdp",))
+    assert placed["layers"]["wk"].get_value().spec == PartitionSpec(
+        None, ("fsdp",), ("tensor",), None
+    )
+    assert placed["layers"]["w_down"].get_value().spec == PartitionSpec(
+        None, ("tensor",), ("fsdp",)
+    )
+    assert placed["final_norm"].get_value().spec == PartitionSpec(("fsdp",))
+
+
+def test_abstract_weights_are_enough():
+    abstract = nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    mesh = make_mesh(fsdp=8)
+    placed = shardings(nnx.state(abstract, nnx.Param), mesh)
+    assert placed["head"].get_value() == named_sharding(("vocab", "embed"), mesh)
+
+
+def test_a_batch_is_split_over_data_and_fsdp():
+    mesh = make_mesh(data=2, fsdp=2, context=2)
+    rows = jax.device_put(jnp.zeros((8, 6)), named_sharding(("batch", "time"), mesh))
+    assert rows.addressable_shards[0].data.shape == (2, 3)
+
+
+def test_one_mesh_axis_cannot_split_two_axes_of_an_array():
+    rules = dict(RULES) | {"head_dim": ("tensor",)}
+    message = "wq: mesh axis 'tensor' would split both 'q_heads' and 'head_dim'; change the rule"
+    with pytest.raises(ValueError, match=message):
+        named_sharding(("q_heads", "head_dim"), make_mesh(tensor=2), rules=rules, what="wq")
+    # An axis of one device splits nothing.
+    named_sharding(("q_heads", "head_dim"), make_mesh(), rules=rules)
+
+
+def test_sizes_that_do_not_divide_are_named(decoder: Decoder):
+    message = re.escape(
+        "layers.wk: kv_heads=4 does not divide over mesh axes tensor=8; "
+        "choose sizes whose product is one of [1, 2, 4]"
+    )
+    with pytest.raises(ValueError, match=message):
+        shardings(nnx.state(decoder, nnx.Param), make_mesh(tensor=8))
+    odd = random_decoder(dataclasses.replace(CONFIG, vocab=33))
+    with pytest.raises(
+        ValueError, match="embedding: vocab=33 does not divide over mesh axes tensor=2"
+    ):
+        shardings(nnx.state(odd, nnx.Param), make_mesh(tensor=2))
+
+
+def test_an_axis_without_a_rule_is_named():
+    with pytest.raises(ValueError, match="array: logical axis 'expert' has no rule; known are"):
+        named_sharding(("expert",), make_mesh())
