@@ -1,0 +1,1 @@
+"""How updated weights reach the sidecars."""
