@@ -1,6 +1,7 @@
 """The only tolerances of the test suite. To loosen one, write the measured error and its cause on that line."""
 
 import math
+from typing import TypedDict
 
 import numpy as np
 
@@ -8,7 +9,14 @@ import numpy as np
 _BASE = {"float64": 1e-12, "float32": 5e-7, "bfloat16": 2e-3, "float16": 5e-4}
 
 
-def tol(dtype, reduced: int = 1, gradient: bool = False) -> dict[str, float]:
+class Tolerance(TypedDict):
+    """Keyword arguments of np.testing.assert_allclose."""
+
+    rtol: float
+    atol: float
+
+
+def tol(dtype, reduced: int = 1, gradient: bool = False) -> Tolerance:
     """rtol and atol for np.testing.assert_allclose.
 
     `reduced` is how many terms the longest sum on the way has: rounding errors of n terms add up like sqrt(n).

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -25,7 +26,7 @@ class Policy:
     folder: str
 
     @classmethod
-    def load(cls, folder: str, dtype: str) -> "Policy":
+    def load(cls, folder: str, dtype: Literal["float32", "bfloat16"]) -> "Policy":
         """Reads a Hugging Face folder. ValueError says which file or tensor is wrong."""
         if not folder:
             raise ValueError("model.path is empty: set it to a Hugging Face folder")

@@ -8,13 +8,14 @@ import asyncio
 import signal
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 import jax
+import msgspec
 
-from rollout_sidecar.client import SidecarClient
+from rollout_sidecar.client import SidecarClient, SidecarError
 from rollout_sidecar.protocol import (
     Info,
     Limits,
@@ -61,8 +62,8 @@ def open_sidecars(config: Config) -> "Iterator[Sidecars]":
 class Sidecars:
     """Every sidecar of a run, behind blocking calls. A context manager.
 
-    The first SIGINT or SIGTERM ends a running rollout with InterruptedRollout and sets `stop_requested`; a second one
-    raises KeyboardInterrupt as usual.
+    The first SIGINT or SIGTERM sets `stop_requested` and ends a running rollout, and any that is asked for later, with
+    InterruptedRollout; a second one raises KeyboardInterrupt as usual.
     """
 
     def __init__(self, urls: Sequence[str], *, token: str | None, timeout_s: float):
@@ -78,10 +79,14 @@ class Sidecars:
         self.stop_requested = False
 
     def __enter__(self) -> "Sidecars":
-        for client in self._clients:
-            self._runner.run(client.__aenter__())
-        # Versions only ever grow on a sidecar, and one that outlived an earlier run already has some.
-        self._first_version = 1 + max(info.policy_version for info in self.info())
+        try:
+            for client in self._clients:
+                self._runner.run(client.__aenter__())
+            # Versions only ever grow on a sidecar, and one that outlived an earlier run already has some.
+            self._first_version = 1 + max(info.policy_version for info in self.info())
+        except BaseException:
+            self.__exit__()
+            raise
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._on_signal)
         return self
@@ -142,44 +147,60 @@ class Sidecars:
         without, whatever the sidecars serve. Raises SidecarError, or InterruptedRollout.
         """
         self._requests += 1
-        groups: list[list[Trajectory | None]] = [[None] * samples for _ in tasks]
-        done = 0
-
-        def add(trajectory: Trajectory, task_index: int) -> None:
-            nonlocal done
-            groups[task_index][trajectory.sample_index] = trajectory
-            done += 1
-            if on_progress is not None:
-                on_progress(done, len(tasks) * samples)
-
-        async def ask(client: SidecarClient, mine: list[int]) -> None:
-            request = RolloutRequest(
+        shares = [range(k, len(tasks), len(self._clients)) for k in range(len(self._clients))]
+        requests = [
+            RolloutRequest(
                 request_id=f"{self._nonce}.{self._requests}",
-                tasks=[tasks[i] for i in mine],
+                tasks=[tasks[i] for i in share],
                 rollouts=[
-                    RolloutSpec(task_index=k, sample_index=s, seed=derive_seed(*seed, i, s))
-                    for k, i in enumerate(mine)
+                    RolloutSpec(task_index=j, sample_index=s, seed=derive_seed(*seed, i, s))
+                    for j, i in enumerate(share)
                     for s in range(samples)
                 ],
                 sampling=sampling,
                 limits=limits,
                 min_policy_version=0 if step is None else self._first_version + step,
             )
+            for share in shares
+        ]
+        groups: list[list[Trajectory | None]] = [[None] * samples for _ in tasks]
+        done = 0
+
+        def add(client: int, trajectory: Trajectory) -> None:
+            nonlocal done
+            i = shares[client][trajectory.task_index]
+            # Its number in the request depends on the number of sidecars; its number in `tasks` does not.
+            groups[i][trajectory.sample_index] = msgspec.structs.replace(trajectory, task_index=i)
+            done += 1
+            if on_progress is not None:
+                on_progress(done, len(tasks) * samples)
+
+        self._collect(requests, add)
+        return [[_present(trajectory) for trajectory in group] for group in groups]
+
+    def _collect(
+        self, requests: Sequence[RolloutRequest], add: Callable[[int, Trajectory], None]
+    ) -> None:
+        """Sends each client its request, and hands trajectories to add(client, trajectory) as they arrive."""
+
+        async def ask(k: int) -> None:
             try:
-                async for trajectory in client.rollouts(request):
-                    add(trajectory, mine[trajectory.task_index])
+                async for trajectory in self._clients[k].rollouts(requests[k]):
+                    add(k, trajectory)
             except asyncio.CancelledError:
-                await asyncio.shield(client.abort(request.request_id))
+                # A sidecar that is gone cannot be aborted, and that must not hide why this one is.
+                with suppress(SidecarError):
+                    await asyncio.shield(self._clients[k].abort(requests[k].request_id))
                 raise
 
         async def ask_all() -> None:
             self._task = asyncio.current_task()
-            turns = len(self._clients)
-            shares = [list(range(k, len(tasks), turns)) for k in range(turns)]
+            if self.stop_requested:
+                raise asyncio.CancelledError
             async with asyncio.TaskGroup() as group:
-                for client, mine in zip(self._clients, shares, strict=True):
-                    if mine:
-                        group.create_task(ask(client, mine))
+                for k, request in enumerate(requests):
+                    if request.tasks:
+                        group.create_task(ask(k))
 
         try:
             self._runner.run(ask_all())
@@ -189,7 +210,6 @@ class Sidecars:
             raise errors.exceptions[0] from None
         finally:
             self._task = None
-        return [[_present(trajectory) for trajectory in group] for group in groups]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.stop_requested:

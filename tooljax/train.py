@@ -6,11 +6,13 @@ One step: take tasks ▸ roll them out in the sidecars ▸ advantages ▸ batch 
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from rollout_sidecar.client import SidecarError
+from rollout_sidecar.protocol import Task
 from tooljax.batch import PackItem, TrainBatch, pack
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args, to_gin
@@ -24,7 +26,7 @@ from tooljax.policy import Policy, abstract_state, make_updater
 from tooljax.progress import Progress
 from tooljax.rollouts import Groups, InterruptedRollout, Sidecars, open_sidecars
 from tooljax.trackers import Trackers, write_trajectories
-from tooljax.update import Metrics, Params, TrainState, Updater
+from tooljax.update import Metrics, TrainState, Updater
 
 UNTRAINABLE = ("engine_error", "tool_error", "aborted")
 """Trajectories that ended so say nothing about the policy, whatever was sampled before."""
@@ -32,76 +34,48 @@ UNTRAINABLE = ("engine_error", "tool_error", "aborted")
 
 def train(config: Config, sidecars: Sidecars) -> int:
     """Runs until config.run.steps, an interruption or an error; returns the number of steps made in all."""
-    run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    policy = Policy.load(config.model.path, config.model.dtype)
-    source = TaskSource(
-        read_tasks(config.data.train, max_rows=config.data.max_rows),
-        prompts_per_step=config.data.prompts_per_step,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-    )
-    held_out = read_tasks(config.data.eval, max_rows=config.evaluate.max_tasks)
-    updates = config.run.steps * config.grpo.updates_per_batch
-    updater = make_updater(
-        config, policy, total_updates=updates, learning_rate=config.optimizer.learning_rate
-    )
-    checkpointer = Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep)
-    state, step = _restore(checkpointer, updater, policy, source)
-    (run_dir / "config.gin").write_text(to_gin(config))
-
+    run = Run.open(config, sidecars)
+    state, step = run.restore()
     # The first rollout must see the weights that the trainer has, fresh or restored.
-    _push(config, sidecars, policy, updater.compute_params(state), step)
+    run.push(state, step)
     with (
         Trackers(config, resume_step=step) as trackers,
-        Progress(config.run.progress, config.run.steps, title=run_dir.name, start=step) as progress,
+        Progress(config.run.progress, config.run.steps, title=run.dir.name, start=step) as progress,
     ):
-        if step == 0 and held_out and config.evaluate.every_steps:
-            trackers.log(0, evaluate(config, sidecars, held_out).metrics)
+        if step == 0 and config.evaluate.every_steps:
+            trackers.log(0, run.evaluate())
         while step < config.run.steps and not sidecars.stop_requested:
-            position = source.state()
             try:
                 with progress.phase("rollout"):
-                    groups = _rollout(config, sidecars, source, step, progress)
+                    groups = run.rollout(step, progress)
             except InterruptedRollout:
-                source.restore(position)
                 break
             with progress.phase("batch"):
-                advantages, batch_metrics, batch = make_batch(config, groups)
+                batch, batch_metrics = make_batch(config, groups)
             with progress.phase("update"):
-                state, update_metrics = _update(config, updater, policy, state, batch)
+                state, update_metrics = run.update(state, batch)
             step += 1
             # Before anything that can fail: the next rollout must see these weights.
             with progress.phase("push"):
-                _push(config, sidecars, policy, updater.compute_params(state), step)
-            trajectories = [trajectory for group in groups for trajectory in group]
-            lag = max(sidecars.policy_lag(trajectory, step - 1) for trajectory in trajectories)
-            metrics = {
-                **rollout_metrics(trajectories),
-                **batch_metrics,
-                **update_metrics,
-                "policy/lag/max": float(lag),
-            }
-            if held_out and config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
+                run.push(state, step)
+            metrics = {**run.describe(groups, step), **batch_metrics, **update_metrics}
+            if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
                 with progress.phase("evaluate"):
-                    metrics |= evaluate(config, sidecars, held_out).metrics
-            trackers.log(step, metrics | progress.timings(), trajectories)
-            if config.track.save_trajectories:
-                write_trajectories(run_dir, step, trajectories)
+                    metrics |= run.evaluate()
+            trackers.log(step, metrics | progress.timings(), [t for group in groups for t in group])
             progress.step(step, metrics)
             # After logging: a step that was saved is a step that was logged.
-            if step % config.checkpoint.every_steps == 0 or step == config.run.steps:
-                checkpointer.save(step, state, {"source": source.state()})
-        if checkpointer.latest_step() != step:
-            checkpointer.save(step, state, {"source": source.state()})
+            if step % config.checkpoint.every_steps == 0:
+                run.save(state, step)
+        run.save(state, step)
     if step == config.run.steps:
-        policy.save(updater.compute_params(state), run_dir / "policy")
-    learning_curve(run_dir / "metrics.jsonl", run_dir / "learning_curve.png")
+        run.policy.save(run.updater.compute_params(state), run.dir / "policy")
+    learning_curve(run.dir / "metrics.jsonl", run.dir / "learning_curve.png")
     return step
 
 
-def make_batch(config: Config, groups: Groups) -> tuple[np.ndarray, Metrics, TrainBatch]:
-    """Advantages within each group, and the batch that they weight.
+def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics]:
+    """The batch to train on: every trajectory weighted with its advantage in its group.
 
     Trajectories without a sampled token, or that ended by somebody's fault but the policy's, count for nothing. A
     group whose rewards are all equal teaches nothing; grpo.zero_variance says whether its tokens stay for the KL term.
@@ -132,58 +106,120 @@ def make_batch(config: Config, groups: Groups) -> tuple[np.ndarray, Metrics, Tra
         "perf/loss_tokens": float(batch.loss_tokens),
         "rollout/untrainable_frac": float(1 - valid.mean()),
     }
-    return advantages, metrics, batch
+    return batch, metrics
 
 
-def _restore(
-    checkpointer: Checkpointer, updater: Updater, policy: Policy, source: TaskSource
-) -> tuple[TrainState, int]:
-    """The newest checkpoint's state and step, with the data at its position; a fresh start if there is none."""
-    found = checkpointer.restore(abstract_state(updater, policy.params))
-    if found is None:
-        return updater.init(policy.params), 0
-    step, state, extra = found
-    source.restore(extra["source"])
-    return state, step
+@dataclass(frozen=True)
+class Run:
+    """What a training run works with, and the steps of its loop."""
 
+    config: Config
+    sidecars: Sidecars
+    policy: Policy
+    source: TaskSource
+    held_out: list[Task]
+    updater: Updater
+    checkpointer: Checkpointer
 
-def _rollout(
-    config: Config, sidecars: Sidecars, source: TaskSource, step: int, progress: Progress
-) -> Groups:
-    return sidecars.rollout(
-        source.next(),
-        samples=config.grpo.group_size,
-        seed=(config.run.seed, step),
-        sampling=sampling(config.sampling),
-        limits=limits(config.limits),
-        step=step,
-        on_progress=progress.rollout,
-    )
+    @property
+    def dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.dir)
 
+    @classmethod
+    def open(cls, config: Config, sidecars: Sidecars) -> "Run":
+        """Reads policy and data, and writes the resolved config into the run's folder."""
+        run_dir = Path(config.run.dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        policy = Policy.load(config.model.path, config.model.dtype)
+        run = cls(
+            config,
+            sidecars,
+            policy,
+            TaskSource(
+                read_tasks(config.data.train, max_rows=config.data.max_rows),
+                prompts_per_step=config.data.prompts_per_step,
+                seed=config.run.seed,
+                shuffle=config.data.shuffle,
+            ),
+            read_tasks(config.data.eval, max_rows=config.evaluate.max_tasks),
+            make_updater(
+                config,
+                policy,
+                total_updates=config.run.steps * config.grpo.updates_per_batch,
+                learning_rate=config.optimizer.learning_rate,
+            ),
+            Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep),
+        )
+        (run_dir / "config.gin").write_text(to_gin(config))
+        return run
 
-def _update(
-    config: Config, updater: Updater, policy: Policy, state: TrainState, batch: TrainBatch
-) -> tuple[TrainState, Metrics]:
-    """All updates on one batch. Their metrics are the last one's, except that any skip counts."""
-    if config.grpo.kl_coef > 0:
-        batch = batch.with_log_probs(ref=updater.log_probs(policy.params, batch))
-    if config.grpo.updates_per_batch > 1:
-        batch = batch.with_log_probs(old=updater.log_probs(state.params, batch))
-    metrics: Metrics = {}
-    for _ in range(config.grpo.updates_per_batch):
-        skipped = metrics.get("optim/skipped", 0.0)
-        state, metrics = updater.update(state, batch)
-        metrics["optim/skipped"] += skipped
-    return state, metrics
+    def restore(self) -> tuple[TrainState, int]:
+        """State and step of the newest checkpoint, with the data at its position; a fresh start if there is none."""
+        found = self.checkpointer.restore(abstract_state(self.updater, self.policy.params))
+        if found is None:
+            return self.updater.init(self.policy.params), 0
+        step, state, extra = found
+        self.source.restore(extra["source"])
+        return state, step
 
+    def save(self, state: TrainState, step: int) -> None:
+        """Writes a checkpoint of `step`, unless it is there."""
+        self.checkpointer.save(step, state, {"source": self.source.state()})
 
-def _push(config: Config, sidecars: Sidecars, policy: Policy, params: Params, step: int) -> None:
-    sidecars.push(
-        policy.tensors(params),
-        step=step,
-        part_bytes=config.weights.part_bytes,
-        timeout_s=config.weights.timeout_s,
-    )
+    def push(self, state: TrainState, step: int) -> None:
+        """Sends the weights to every sidecar and waits until all serve them."""
+        self.sidecars.push(
+            self.policy.tensors(self.updater.compute_params(state)),
+            step=step,
+            part_bytes=self.config.weights.part_bytes,
+            timeout_s=self.config.weights.timeout_s,
+        )
+
+    def rollout(self, step: int, progress: Progress) -> Groups:
+        """Trajectories of the next tasks. Interrupted, the tasks are still to come."""
+        position = self.source.state()
+        try:
+            return self.sidecars.rollout(
+                self.source.next(),
+                samples=self.config.grpo.group_size,
+                seed=(self.config.run.seed, step),
+                sampling=sampling(self.config.sampling),
+                limits=limits(self.config.limits),
+                step=step,
+                on_progress=progress.rollout,
+            )
+        except InterruptedRollout:
+            self.source.restore(position)
+            raise
+
+    def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        """All updates on one batch. Metrics are the last one's, except that every skip counts."""
+        if self.config.grpo.kl_coef > 0:
+            batch = batch.with_log_probs(ref=self.updater.log_probs(self.policy.params, batch))
+        if self.config.grpo.updates_per_batch > 1:
+            batch = batch.with_log_probs(old=self.updater.log_probs(state.params, batch))
+        metrics: Metrics = {}
+        for _ in range(self.config.grpo.updates_per_batch):
+            skipped = metrics.get("optim/skipped", 0.0)
+            state, metrics = self.updater.update(state, batch)
+            metrics["optim/skipped"] += skipped
+        return state, metrics
+
+    def describe(self, groups: Groups, step: int) -> Metrics:
+        """Metrics of the trajectories that led to `step`; saves them if asked."""
+        trajectories = [trajectory for group in groups for trajectory in group]
+        if self.config.track.save_trajectories:
+            write_trajectories(self.dir, step, trajectories)
+        lag = max(self.sidecars.policy_lag(trajectory, step - 1) for trajectory in trajectories)
+        return {**rollout_metrics(trajectories), "policy/lag/max": float(lag)}
+
+    def evaluate(self) -> Metrics:
+        """Metrics on held-out tasks, with the weights that the sidecars serve; none if it is interrupted."""
+        try:
+            return evaluate(self.config, self.sidecars, self.held_out).metrics
+        except InterruptedRollout:  # the step itself is done: it is logged and saved without them
+            return {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, trajectory_id: str) -> None:
-        """Ends the trajectory's running generation, which returns what it has with finish "aborted". No-op if unknown."""
+        """Ends the trajectory's running generation, which returns what it has as "aborted". No-op if unknown."""
         ...
 
     async def release(self, trajectory_id: str) -> None:

@@ -109,14 +109,14 @@ def test_ctrl_c_saves_stops_the_sidecar_and_resumes(small_world, uninterrupted, 
     log = (tmp_path / "interrupted.log").read_text()
     assert "saved; run the same command to go on" in log
     assert "Traceback" not in log
-    assert not sidecars_of(run_dir)
+    assert not sidecars_of(small_world / "model")
     result = run(small_world, run_dir)
     assert result.returncode == 0, result.stderr[-3000:]
     assert metrics(run_dir) == metrics(uninterrupted)
 
 
-def sidecars_of(run_dir: Path) -> list[str]:
-    """Command lines of processes that still belong to a run."""
+def sidecars_of(model: Path) -> list[str]:
+    """Command lines of sidecars that serve a model."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -127,7 +127,7 @@ def sidecars_of(run_dir: Path) -> list[str]:
             )
         except OSError:
             continue
-        if "rollout_sidecar" in line and str(run_dir) in line:
+        if "rollout_sidecar" in line and str(model) in line:
             found.append(line)
     return found
 

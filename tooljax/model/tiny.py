@@ -1,4 +1,4 @@
-"""Builds a small decoder and its tokenizer from nothing: for the quickstart, and for whoever needs a real model in a test.
+"""Builds a small decoder and its tokenizer from nothing: for the quickstart, and for tests that need a real model.
 
 The tokenizer is byte-level BPE, trained on the given texts, with every digit a token of its own: copying a number
 never seen before is then copying digits. The chat template is ChatML with a short list of tools.
