@@ -18,7 +18,7 @@ from tooljax.config.schema import LimitsConfig, SamplingConfig
 from tooljax.data.records import read_tasks
 from tooljax.intervals import wilson
 from tooljax.metrics import rollout_metrics
-from tooljax.rollouts import Sidecars, open_sidecars
+from tooljax.rollouts import InterruptedRollout, Sidecars, open_sidecars
 
 _EVALUATION = 2**32
 """Takes the place of the step in seeds: no training step draws what an evaluation draws."""
@@ -30,7 +30,7 @@ class Evaluation:
 
     trajectories: list[Trajectory]
     correct: int
-    """Trajectories whose reward function reported acc >= 0.5, or a reward above 0 where it reports no acc."""
+    """Trajectories whose reward function reported acc >= 0.5, or gave a reward >= 0.5 where it reports no acc."""
     metrics: dict[str, float]
     """Under eval/."""
 
@@ -48,7 +48,14 @@ class Evaluation:
 def evaluate(
     config: Config, sidecars: Sidecars, tasks: Sequence[Task], *, with_tools: bool = True
 ) -> Evaluation:
-    """Rolls out every task with what the sidecars serve now; `with_tools=False` offers none."""
+    """Rolls out every task with what the sidecars serve now; `with_tools=False` offers none.
+
+    Raises ValueError without tasks, SidecarError, or InterruptedRollout.
+    """
+    if not tasks:
+        raise ValueError(
+            "there are no held-out tasks to evaluate on; name their files in data.eval"
+        )
     if not with_tools:
         tasks = [replace_tools(task) for task in tasks]
     groups = sidecars.rollout(
@@ -89,8 +96,9 @@ def sampling(config: SamplingConfig) -> SamplingParams:
 def table(rows: Sequence[tuple[str, Evaluation]]) -> Table:
     """One row an evaluation: accuracy with its interval, tool use, turns."""
     out = Table(title=f"{len(rows[0][1].trajectories)} held-out trajectories")
-    for column in ("policy", "accuracy", "95 % interval", "used a tool", "valid calls", "turns"):
-        out.add_column(column, justify="left" if column == "policy" else "right")
+    # Short, so that a row is one line in a terminal of 80 columns.
+    for column in ("policy", "accuracy", "95 % interval", "tool use", "valid", "turns"):
+        out.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for name, evaluation in rows:
         low, high = evaluation.interval
         shown = evaluation.metrics
@@ -118,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, SidecarError, OSError) as error:
         print(f"tooljax.evaluate: {error}", file=sys.stderr)
         return 1
+    except InterruptedRollout:
+        print("interrupted", file=sys.stderr)
+        return 130
     Console().print(table(rows))
     return 0
 

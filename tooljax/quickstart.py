@@ -22,7 +22,7 @@ from tooljax.data.prepare import arithmetic
 from tooljax.data.records import read_tasks
 from tooljax.evaluate import Evaluation, evaluate, table
 from tooljax.model import tiny
-from tooljax.rollouts import Sidecars, open_sidecars
+from tooljax.rollouts import InterruptedRollout, Sidecars, open_sidecars
 from tooljax.sft import cold_start
 from tooljax.trackers import write_best_and_worst
 from tooljax.train import train
@@ -41,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = prepare(config, console)
         with open_sidecars(config) as sidecars:
             rows = run(config, sidecars, console)
+    except InterruptedRollout:
+        rows = None
     except (ValueError, SidecarError, CheckpointError, OSError) as error:
         print(f"tooljax.quickstart: {error}", file=sys.stderr)
         return 1
     if rows is None:
-        print("interrupted and saved; run the same command to go on", file=sys.stderr)
+        print("interrupted; run the same command to go on", file=sys.stderr)
         return 130
     report(config, rows, console)
     console.print(f"total {(time.monotonic() - started) / 60:.1f} minutes")

@@ -1,0 +1,125 @@
+"""Where each of the field's commonest failures in multi-turn tool training is tested. The index is checked, so that it
+cannot name a test that is no longer there."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+INDEX: dict[str, tuple[str, ...]] = {
+    "1: the line break after the end of a turn is lost": (
+        "rollout_sidecar/test_conversation.py::test_separator_after_the_end_of_turn_is_kept",
+        "rollout_sidecar/test_conversation.py::test_appending_gives_the_ids_of_the_whole_conversation",
+        "rollout_sidecar/test_templates.py::test_qwen3_appends_what_its_template_writes",
+    ),
+    "2: sampled tokens are tokenised again": (
+        "rollout_sidecar/test_conversation.py::test_sampled_ids_are_never_tokenised_again",
+        "rollout_sidecar/test_conversation.py::test_any_sampled_ids_survive",
+        "rollout_sidecar/test_pain_points_conversation.py"
+        "::test_ids_of_a_call_in_unusual_spelling_reach_the_trajectory_unchanged",
+    ),
+    "4: a reward on a masked last token is lost": (
+        "tooljax/test_train.py::test_advantages_reach_exactly_the_sampled_tokens",
+        "tooljax/test_pain_points_training.py"
+        "::test_a_reward_reaches_the_sampled_tokens_of_a_trajectory_that_ends_in_an_observation",
+    ),
+    "5: rewards of tools are dropped": (
+        "rollout_sidecar/test_agent.py::test_rewards_of_tools_are_weighted_terms",
+        "rollout_sidecar/test_agent.py::test_rewards_of_tools_that_are_ignored_are_warned_about_once",
+    ),
+    "6: what a tool says earns the reward": (
+        "rollout_sidecar/test_rewards.py::test_tool_output_earns_no_reward",
+        "rollout_sidecar/test_agent.py::test_a_tool_cannot_earn_the_reward_for_the_policy",
+    ),
+    "10: thinking text holds a call": (
+        "rollout_sidecar/test_formats.py::test_thinking_text_holds_no_calls",
+        "rollout_sidecar/test_templates.py::test_thinking_that_the_prompt_opened_hides_calls",
+        "rollout_sidecar/test_pain_points_conversation.py::test_a_call_in_thinking_text_is_not_run",
+    ),
+    "11: a call that cannot be read ends the trajectory": (
+        "rollout_sidecar/test_tool_session.py::test_bad_json_is_answered_and_generation_continues",
+        "rollout_sidecar/test_tool_session.py"
+        "::test_consecutive_turns_without_an_executable_call_end_the_trajectory",
+        "tooljax/test_metrics.py::test_tool_calls",
+    ),
+    "12: parallel calls beyond a limit vanish": (
+        "rollout_sidecar/test_tool_session.py::test_calls_beyond_the_limit_are_answered_too",
+        "rollout_sidecar/test_tool_session.py::test_results_come_in_the_order_of_the_calls",
+    ),
+    "13: a hanging tool stalls the step": (
+        "rollout_sidecar/test_tool_session.py::test_a_hanging_tool_costs_its_deadline_and_no_more",
+        "rollout_sidecar/test_tool_session.py"
+        "::test_a_tool_that_ignores_cancellation_cannot_hold_up_the_trajectory",
+        "rollout_sidecar/test_agent.py"
+        "::test_the_trajectory_deadline_keeps_what_was_sampled_and_releases_tools",
+        "rollout_sidecar/test_client.py::test_a_sidecar_that_takes_too_long_is_a_timeout",
+    ),
+    "15: a tool forgets between calls": (
+        "rollout_sidecar/test_tool_session.py"
+        "::test_a_tool_keeps_its_state_for_the_trajectory_and_is_released_once",
+        "rollout_sidecar/test_tool_session.py::test_cancelling_releases_tools_exactly_once",
+        "rollout_sidecar/test_rollout_stream.py::test_an_abort_releases_tools_and_ends_the_stream",
+    ),
+    "17: what fits exactly is dropped, or sampled tokens are cut": (
+        "rollout_sidecar/test_agent.py"
+        "::test_an_observation_that_fits_exactly_is_kept_and_then_the_trajectory_stops",
+        "rollout_sidecar/test_agent.py::test_an_observation_one_token_too_long_loses_its_middle",
+        "rollout_sidecar/test_agent.py"
+        "::test_an_observation_whose_frame_does_not_fit_is_left_out_and_sampled_tokens_stay",
+        "rollout_sidecar/test_agent.py::test_results_are_cut_in_tokens_not_in_characters",
+    ),
+    "18: the denominator of the loss depends on how the batch is cut": (
+        "tooljax/test_update.py::test_cutting_a_batch_into_microbatches_does_not_change_the_gradient",
+        "tooljax/test_update.py::test_rows_spread_over_eight_devices_give_the_update_of_one",
+        "tooljax/test_update.py::test_untrained_items_are_out_of_numerator_and_denominator",
+        "tooljax/test_aggregation.py::test_parts_add_up_to_the_whole_however_it_is_cut",
+        "rollout_sidecar/test_pain_points_conversation.py"
+        "::test_assistant_turns_of_the_prompt_are_not_trained_on",
+    ),
+    "19: fixed regions waste padding and cut prompts": (
+        "rollout_sidecar/test_agent.py::test_a_prompt_that_is_too_long_is_rejected_whole",
+        "tooljax/test_batch.py::test_padding_of_packed_rows_is_small",
+        "tooljax/test_batch.py::test_a_trajectory_longer_than_every_row_is_refused",
+        "e2e/test_resume.py::test_prompts_over_the_limit_are_rejected_and_counted",
+    ),
+    "20: groups without variance pull by rounding noise": (
+        "tooljax/test_advantages.py::test_groups_without_variance_get_exactly_zero",
+        "tooljax/test_advantages.py::test_float64_rewards_that_differ_by_rounding_are_flagged",
+        "tooljax/test_train.py::test_skipped_groups_leave_the_denominator",
+    ),
+    "23: a resumed run is not the run that was interrupted": (
+        "e2e/test_resume.py::test_killed_at_any_step_it_resumes_bit_identically",
+        "e2e/test_resume.py::test_ctrl_c_saves_stops_the_sidecar_and_resumes",
+        "tooljax/test_source.py::test_a_restored_source_goes_on_exactly",
+        "tooljax/test_source.py::test_a_position_in_other_data_is_refused",
+        "tooljax/test_checkpoint.py::test_an_interrupted_save_is_not_seen",
+    ),
+    "25: stop ids are stripped, doubled or run through": (
+        "rollout_sidecar/test_tokenizer.py::test_stop_ids_are_the_union_of_every_source",
+        "rollout_sidecar/test_tokenizer.py::test_normalised_turn_ends_in_its_stop_id_exactly_once",
+        "rollout_sidecar/test_conversation.py"
+        "::test_end_of_turn_that_was_not_sampled_is_inserted_without_loss",
+        "rollout_sidecar/test_pain_points_conversation.py"
+        "::test_an_engine_that_runs_past_a_stop_id_is_an_engine_error",
+        "rollout_sidecar/test_pain_points_conversation.py"
+        "::test_the_stop_id_is_there_once_and_is_trained_on_though_it_is_the_padding_too",
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", INDEX)
+def test_every_named_test_is_there_and_runs(failure):
+    for node in INDEX[failure]:
+        file, _, name = node.partition("::")
+        tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+        # At the top level: pytest does not run what is defined inside another function.
+        found = [
+            item
+            for item in tree.body
+            if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)) and item.name == name
+        ]
+        assert len(found) == 1, f"{node}: found {len(found)} times"
+        skipped = [ast.unparse(d) for d in found[0].decorator_list if "skip" in ast.unparse(d)]
+        assert not skipped, f"{node} is switched off: {skipped}"
