@@ -50,7 +50,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 # --- rollouts ---------------------------------------------------------------------------------------------------
 
 
-class SamplingParams(Wire, kw_only=True):
+class SamplingParams(Wire, frozen=True, kw_only=True):
     """How tokens are drawn. Rollout log-probs are under the distribution after temperature, top-k and top-p."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
@@ -60,7 +60,7 @@ class SamplingParams(Wire, kw_only=True):
     """0 keeps every token."""
 
 
-class Limits(Wire, kw_only=True):
+class Limits(Wire, frozen=True, kw_only=True):
     """Every bound of one trajectory. Tokens are counted after tokenisation, seconds on the sidecar's clock."""
 
     max_turns: Positive = 8
@@ -77,7 +77,7 @@ class Limits(Wire, kw_only=True):
     trajectory_timeout_s: PositiveSeconds = 600.0
 
 
-class Task(Wire, kw_only=True):
+class Task(Wire, frozen=True, kw_only=True):
     """One problem to solve, as read from a verl record."""
 
     task_id: str
@@ -92,7 +92,7 @@ class Task(Wire, kw_only=True):
     """Per tool: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs."""
 
 
-class RolloutSpec(Wire, kw_only=True):
+class RolloutSpec(Wire, frozen=True, kw_only=True):
     """One trajectory to make: which task, which of its samples, from which seed."""
 
     task_index: NonNegative
@@ -101,7 +101,7 @@ class RolloutSpec(Wire, kw_only=True):
     """Below 2**63. The seed of turn t derives from (seed, t)."""
 
 
-class RolloutRequest(Wire, kw_only=True):
+class RolloutRequest(Wire, frozen=True, kw_only=True):
     """Body of POST /v1/rollouts. Sent again with the same request_id, it returns the same stream."""
 
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -113,7 +113,7 @@ class RolloutRequest(Wire, kw_only=True):
     """The sidecar refuses (409) while it serves an older version than this."""
 
 
-class ToolCallRecord(Wire, kw_only=True):
+class ToolCallRecord(Wire, frozen=True, kw_only=True):
     """One tool call of a turn, executed or not, and what the policy was told."""
 
     name: str
@@ -131,7 +131,7 @@ class ToolCallRecord(Wire, kw_only=True):
     """The tool's own reward for this call."""
 
 
-class Turn(Wire, kw_only=True):
+class Turn(Wire, frozen=True, kw_only=True):
     """One policy generation plus the tool results it caused."""
 
     start: int
@@ -146,7 +146,7 @@ class Turn(Wire, kw_only=True):
     calls: list[ToolCallRecord] = []
 
 
-class VersionSpan(Wire, kw_only=True):
+class VersionSpan(Wire, frozen=True, kw_only=True):
     """token_ids[start:end] were sampled by one policy version."""
 
     start: int
@@ -154,7 +154,7 @@ class VersionSpan(Wire, kw_only=True):
     policy_version: int
 
 
-class Trajectory(Wire, kw_only=True):
+class Trajectory(Wire, frozen=True, kw_only=True):
     """The token-exact record of one rollout. All per-token lists have the length of token_ids."""
 
     task_index: int
@@ -187,14 +187,14 @@ class Trajectory(Wire, kw_only=True):
     tool_s: float = 0.0
 
 
-class TrajectoryFrame(Wire, kw_only=True, tag="trajectory"):
+class TrajectoryFrame(Wire, frozen=True, kw_only=True, tag="trajectory"):
     """Frame `index` of a rollout stream."""
 
     index: int
     trajectory: Trajectory
 
 
-class EndFrame(Wire, kw_only=True, tag="end"):
+class EndFrame(Wire, frozen=True, kw_only=True, tag="end"):
     """Last frame of a stream: how many trajectory frames it held, and whether the request was aborted."""
 
     index: int
@@ -208,7 +208,7 @@ Frame = TrajectoryFrame | EndFrame
 # --- weights ----------------------------------------------------------------------------------------------------
 
 
-class TensorEntry(Wire, kw_only=True):
+class TensorEntry(Wire, frozen=True, kw_only=True):
     """One tensor of a push, under its Hugging Face name. Its bytes are payload[offset : offset + nbytes]."""
 
     name: str
@@ -221,7 +221,7 @@ class TensorEntry(Wire, kw_only=True):
     encoding: Literal["raw"] = "raw"
 
 
-class WeightsManifest(Wire, kw_only=True):
+class WeightsManifest(Wire, frozen=True, kw_only=True):
     """Body of POST /v1/weights/{version}. The payload is one byte stream cut into parts of part_bytes."""
 
     base_version: int | None = None
@@ -231,14 +231,14 @@ class WeightsManifest(Wire, kw_only=True):
     part_bytes: Positive
 
 
-class WeightsStatus(Wire, kw_only=True):
+class WeightsStatus(Wire, frozen=True, kw_only=True):
     """Answer to begin and to each part: what is still missing. Sending goes on from here after a break."""
 
     version: int
     missing_parts: list[int]
 
 
-class WeightsCommitted(Wire, kw_only=True):
+class WeightsCommitted(Wire, frozen=True, kw_only=True):
     """Answer to commit: the version now served, and the hash of all its tensors."""
 
     version: int
@@ -259,7 +259,7 @@ def content_hash(tensors: list[TensorEntry]) -> str:
 # --- information and errors -------------------------------------------------------------------------------------
 
 
-class Info(Wire, kw_only=True):
+class Info(Wire, frozen=True, kw_only=True):
     """Answer to GET /v1/info."""
 
     protocol_version: int
@@ -277,7 +277,7 @@ class Info(Wire, kw_only=True):
     """Hash of the weights being served; "" before the first push."""
 
 
-class Fault(Wire, kw_only=True):
+class Fault(Wire, frozen=True, kw_only=True):
     """What an error answer says."""
 
     kind: str
@@ -285,7 +285,7 @@ class Fault(Wire, kw_only=True):
     field: str = ""
 
 
-class ErrorBody(Wire, kw_only=True):
+class ErrorBody(Wire, frozen=True, kw_only=True):
     """Body of every answer with status 400 or above."""
 
     error: Fault

@@ -105,6 +105,7 @@ def test_shares_of_calls_and_of_mistakes_are_as_asked():
             assert messages[2]["content"] == str(problem.answer)
             assert messages[3]["content"] == f"#### {problem.answer}"
         else:
+            assert parsed[0].arguments is not None
             assert calculate(parsed[0].arguments["expression"]) == int(messages[2]["content"])
     # Three standard deviations around 600 calls, half of them right, a quarter not JSON.
     assert abs(calls - 600) < 47

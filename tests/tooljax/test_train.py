@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rollout_sidecar.protocol import Trajectory
+from rollout_sidecar.protocol import Status, Trajectory
 from tooljax.config import Config
 from tooljax.config.schema import BatchConfig, GrpoConfig
 from tooljax.train import make_batch
@@ -10,7 +10,7 @@ from tooljax.train import make_batch
 BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1)
 
 
-def trajectory(reward, *, sampled=2, status="completed", task=0, sample=0):
+def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sample=0):
     """Three prompt tokens, then `sampled` completion tokens and one observation token that is never trained on."""
     tokens = [5, 6, 7, *([9] * sampled), 8]
     return Trajectory(
