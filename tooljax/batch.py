@@ -10,7 +10,7 @@ token t, rollout_log_probs[t] is its log-probability. The first token of a segme
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float, Int
 from rollout_sidecar.protocol import Trajectory
 from tooljax.pytree import pytree_dataclass, static_field
 
-Array = jax.Array | np.ndarray
+Array = Any
+"""NumPy on the host, JAX inside the update."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,10 @@ def pack(
     advantages, rollout_log_probs = (np.zeros((rows, row_length), np.float32) for _ in range(2))
     loss_mask = np.zeros((rows, row_length), bool)
     segments = [0] * rows
-    for item, (row, start, length) in zip(items, placements, strict=True):
+    # From left to right, so that segments count up along a row.
+    for item, (row, start, length) in sorted(
+        zip(items, placements, strict=True), key=lambda pair: pair[1]
+    ):
         span = slice(start, start + length)
         segments[row] += 1
         mask = np.asarray(item.loss_mask, bool) & item.trained

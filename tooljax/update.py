@@ -187,12 +187,9 @@ class Updater:
         self, params: Params, batch: TrainBatch, denominator: Float[Array, ""]
     ) -> tuple[Float[Array, ""], Means]:
         """Token mean of the clipped surrogate plus kl_coef times k3, and what is reported beside it."""
+        decoder = nnx.merge(self._graphdef, params)
         log_probs, entropy = sampled_log_probs(
-            nnx.merge(self._graphdef, params),
-            batch,
-            temperature=self._temperature,
-            with_entropy=True,
-            remat=self._remat,
+            decoder, batch, temperature=self._temperature, remat=self._remat
         )
         # Before a batch's first update the two are equal: the ratio is 1, and only its gradient matters.
         old = batch.old_log_probs
@@ -219,9 +216,7 @@ class Updater:
     ) -> tuple[Float[Array, ""], Means]:
         """Mean negative log-likelihood of the loss tokens, under the untempered distribution."""
         decoder = nnx.merge(self._graphdef, params)
-        log_probs, entropy = sampled_log_probs(
-            decoder, batch, temperature=1.0, with_entropy=True, remat=self._remat
-        )
+        log_probs, entropy = sampled_log_probs(decoder, batch, temperature=1.0, remat=self._remat)
         loss = token_mean(-log_probs, batch.loss_mask, denominator)
         entropy = token_mean(entropy, batch.loss_mask, denominator)
         return loss, {"policy/loss": loss, "policy/entropy": entropy}
@@ -280,9 +275,8 @@ def sampled_log_probs(
     batch: TrainBatch,
     *,
     temperature: float,
-    with_entropy: bool = False,
     remat: bool = False,
-) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"] | None]:
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     """Log-prob of each loss token given the earlier tokens of its segment, and the entropy of what it was drawn from.
 
     Both are 0 where loss_mask is False.
@@ -298,13 +292,12 @@ def sampled_log_probs(
         jnp.roll(tokens, -1, axis=1).reshape(-1),
         valid=jnp.roll(mask, -1, axis=1).reshape(-1),
         temperature=temperature,
-        with_entropy=with_entropy,
     )
 
     def back(values: Array) -> Array:
         return jnp.roll(values.reshape(rows, time), 1, axis=1)
 
-    return back(log_probs), None if entropy is None else back(entropy)
+    return back(log_probs), back(entropy)
 
 
 def _cast(params: Params, *, dtype: jnp.dtype) -> Params:

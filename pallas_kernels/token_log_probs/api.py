@@ -27,12 +27,11 @@ def token_log_probs(
     *,
     temperature: float | Float[Array, ""] | Float[Array, " tokens"] = 1.0,
     valid: Bool[Array, " tokens"] | None = None,
-    with_entropy: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"] | None]:
+) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """log softmax(hidden @ head.T / temperature)[targets] of each token, in float32, and the softmax's entropy in nats.
 
-    The entropy is None unless asked for. Both have gradients for hidden and head (reverse mode), none for temperature.
+    Both have gradients for hidden and head (reverse mode), none for temperature.
     Tokens that are not valid give exactly 0 and no gradient, whatever else they hold. A log-prob is never above 0.
     The target of a valid token must be in [0, vocab): others give NaN.
 
@@ -50,19 +49,13 @@ def token_log_probs(
         )
     if isinstance(temperature, int | float | np.number) and not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0; use 1.0 for greedy sampling")
-    rows = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (tokens,))
+    rows = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    rows = jnp.broadcast_to(rows, (tokens,))
     mask = jnp.ones((tokens,), bool) if valid is None else valid
     reasons = []
     for name in _candidates(implementation):
         try:
-            return _IMPLEMENTATIONS[name](
-                hidden,
-                head,
-                targets,
-                jax.lax.stop_gradient(rows),
-                mask,
-                with_entropy=with_entropy,
-            )
+            return _IMPLEMENTATIONS[name](hidden, head, targets, rows, mask)
         except NotImplementedError as error:
             reasons.append(f"{name}: {error}")
     raise NotImplementedError(f"no implementation of token_log_probs can serve: {reasons}")

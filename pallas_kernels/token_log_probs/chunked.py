@@ -29,18 +29,16 @@ def token_log_probs(
     temperature: Float[Array, " tokens"],
     valid: Bool[Array, " tokens"],
     *,
-    with_entropy: bool,
     chunk_tokens: int | None = None,
-) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"] | None]:
+) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """See api.token_log_probs. `chunk_tokens` overrides the size of a chunk."""
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(head.shape[0])
     chunk = min(chunk_tokens, hidden.shape[0])
     if chunk == 0:
         empty = jnp.zeros((0,), jnp.float32)
-        return empty, empty if with_entropy else None
-    log_probs, entropy = _op(with_entropy, chunk, hidden, head, targets, temperature, valid)
-    return log_probs, entropy if with_entropy else None
+        return empty, empty
+    return _op(chunk, hidden, head, targets, temperature, valid)
 
 
 def default_chunk_tokens(vocab: int) -> int:
@@ -48,19 +46,19 @@ def default_chunk_tokens(vocab: int) -> int:
     return max(_CHUNK_ELEMENTS // vocab // _ALIGN, 1) * _ALIGN
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _op(with_entropy, chunk, hidden, head, targets, temperature, valid):
-    return _forward(with_entropy, chunk, hidden, head, targets, temperature, valid)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _op(chunk, hidden, head, targets, temperature, valid):
+    return _forward(chunk, hidden, head, targets, temperature, valid)[0]
 
 
-def _forward(with_entropy, chunk, hidden, head, targets, temperature, valid):
+def _forward(chunk, hidden, head, targets, temperature, valid):
     rows = {"hidden": hidden, "targets": targets, "temperature": temperature, "valid": valid}
     rows, order, count = _valid_first(rows, chunk)
     names = ("log_probs", "entropy", "highest", "total")
     out = {name: jnp.zeros(rows["valid"].shape, jnp.float32) for name in names}
 
     def step(i: Array, out: Rows) -> Rows:
-        values = _chunk_forward(_cut(rows, i, chunk), head, with_entropy)
+        values = _chunk_forward(_cut(rows, i, chunk), head)
         return {name: _paste(out[name], values[name], i, chunk) for name in names}
 
     out = _loop(chunk, rows, count, step, out)
@@ -68,7 +66,7 @@ def _forward(with_entropy, chunk, hidden, head, targets, temperature, valid):
     return result, (hidden, head, targets, temperature, valid, out)
 
 
-def _chunk_forward(rows: Rows, head: Array, with_entropy: bool) -> Rows:
+def _chunk_forward(rows: Rows, head: Array) -> Rows:
     shifted, highest = _shifted_logits(rows, head, None)
     exps = jnp.exp(shifted)
     total = jnp.sum(exps, axis=1)
@@ -76,9 +74,7 @@ def _chunk_forward(rows: Rows, head: Array, with_entropy: bool) -> Rows:
     # A log-prob is at most 0; rounding of the two terms could lift it above.
     log_probs = jnp.minimum(picked - jnp.log(total), 0.0)
     inside = (rows["targets"] >= 0) & (rows["targets"] < head.shape[0])
-    entropy = jnp.zeros_like(total)
-    if with_entropy:
-        entropy = jnp.log(total) - jnp.sum(exps * shifted, axis=1) / total
+    entropy = jnp.log(total) - jnp.sum(exps * shifted, axis=1) / total
     return {
         "log_probs": jnp.where(rows["valid"], jnp.where(inside, log_probs, jnp.nan), 0.0),
         "entropy": jnp.where(rows["valid"], entropy, 0.0),
@@ -87,7 +83,7 @@ def _chunk_forward(rows: Rows, head: Array, with_entropy: bool) -> Rows:
     }
 
 
-def _backward(with_entropy, chunk, saved, gradients):
+def _backward(chunk, saved, gradients):
     hidden, head, targets, temperature, valid, out = saved
     rows = {"hidden": hidden, "targets": targets, "temperature": temperature, "valid": valid}
     rows["d_log_probs"], rows["d_entropy"] = gradients
@@ -95,7 +91,7 @@ def _backward(with_entropy, chunk, saved, gradients):
     rows |= {name: out[name] for name in ("entropy", "highest", "total")}  # already in that order
 
     def step(i: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
-        d_hidden, d_head = _chunk_backward(_cut(rows, i, chunk), head, with_entropy)
+        d_hidden, d_head = _chunk_backward(_cut(rows, i, chunk), head)
         return _paste(grads[0], d_hidden, i, chunk), grads[1] + d_head
 
     start = (jnp.zeros_like(rows["hidden"]), jnp.zeros(head.shape, jnp.float32))
@@ -104,7 +100,7 @@ def _backward(with_entropy, chunk, saved, gradients):
     return d_hidden, d_head.astype(head.dtype), None, None, None
 
 
-def _chunk_backward(rows: Rows, head: Array, with_entropy: bool) -> tuple[Array, Array]:
+def _chunk_backward(rows: Rows, head: Array) -> tuple[Array, Array]:
     """Gradients of hidden (in its dtype) and of the head (float32)."""
     shifted, _ = _shifted_logits(rows, head, rows["highest"])
     log_softmax = shifted - jnp.log(rows["total"])[:, None]
@@ -112,9 +108,8 @@ def _chunk_backward(rows: Rows, head: Array, with_entropy: bool) -> tuple[Array,
     # d log p(target) / d logit = [is target] - softmax;  d entropy / d logit = -softmax (log softmax + entropy)
     weight = rows["d_log_probs"][:, None]
     d_logits = jnp.where(_is_target(rows, head), weight, 0.0) - weight * softmax
-    if with_entropy:
-        spread = log_softmax + rows["entropy"][:, None]
-        d_logits = d_logits - rows["d_entropy"][:, None] * softmax * spread
+    spread = log_softmax + rows["entropy"][:, None]
+    d_logits = d_logits - rows["d_entropy"][:, None] * softmax * spread
     d_logits = jnp.where(rows["valid"][:, None], d_logits / rows["temperature"][:, None], 0.0)
     d_logits = d_logits.astype(head.dtype)
     d_hidden = _product("CV,VD->CD", d_logits, head).astype(rows["hidden"].dtype)

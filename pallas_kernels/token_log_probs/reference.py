@@ -11,9 +11,7 @@ def token_log_probs(
     targets: Int[Array, " tokens"],
     temperature: Float[Array, " tokens"],
     valid: Bool[Array, " tokens"],
-    *,
-    with_entropy: bool,
-) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"] | None]:
+) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """See api.token_log_probs."""
     hidden = jnp.where(valid[:, None], hidden, jnp.zeros((), hidden.dtype)).astype(jnp.float32)
     highest = jax.lax.Precision.HIGHEST
@@ -22,8 +20,5 @@ def token_log_probs(
     # Negative indices would count from the end: beyond it, they give NaN like all others outside.
     index = jnp.where(targets < 0, head.shape[0], targets)[:, None]
     picked = jnp.take_along_axis(log_softmax, index, axis=1, mode="fill")[:, 0]
-    log_probs = jnp.where(valid, picked, 0.0)
-    if not with_entropy:
-        return log_probs, None
     entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
-    return log_probs, jnp.where(valid, entropy, 0.0)
+    return jnp.where(valid, picked, 0.0), jnp.where(valid, entropy, 0.0)
