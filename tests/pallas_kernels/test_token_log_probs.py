@@ -61,6 +61,7 @@ def exact_gradients(hidden, head, targets, valid, d_log_probs, d_entropy, temper
     return d_hidden, d_head
 
 
+@partial(jax.jit, static_argnums=0)
 def run_chunked(chunk_tokens, hidden, head, targets, valid, temperature=1.0):
     """The chunked implementation with chunks small enough to need several."""
     rows = jnp.full(targets.shape, temperature, jnp.float32)
@@ -110,7 +111,9 @@ def test_gradients_are_those_of_float64(name, implementation):
         )
         return jnp.sum(weights[0] * log_probs + weights[1] * entropy)
 
-    found = jax.grad(loss, argnums=(0, 1))(*map(jnp.asarray, (given["hidden"], given["head"])))
+    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(
+        *map(jnp.asarray, (given["hidden"], given["head"]))
+    )
     expected = exact_gradients(
         **given, d_log_probs=weights[0], d_entropy=weights[1], temperature=0.7
     )
@@ -120,7 +123,7 @@ def test_gradients_are_those_of_float64(name, implementation):
         np.testing.assert_allclose(np.asarray(gradient, np.float64), slow, **close)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 301, 1000])
+@pytest.mark.parametrize("chunk_tokens", [7, 64, 1000])
 def test_the_size_of_a_chunk_does_not_matter(chunk_tokens):
     given = inputs(SMALL_SHAPES["ragged"])
     weights = np.random.default_rng(1).normal(size=(2, 301)).astype(np.float32)
@@ -161,7 +164,7 @@ def test_what_padding_holds_cannot_reach_values_or_gradients(chunk_tokens):
         return jnp.sum(out[0] + 0.5 * out[1])
 
     results = [
-        jax.value_and_grad(loss, argnums=(0, 1))(
+        jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(
             *(jnp.asarray(each[name]) for name in ("hidden", "head", "targets"))
         )
         for each in (given, spoilt)
@@ -188,7 +191,7 @@ def test_extreme_logits_give_exact_values_and_finite_gradients(chunk_tokens):
         out = run_chunked(chunk_tokens, **(given | {"hidden": hidden, "head": head}))
         return jnp.sum(out[0]) + jnp.sum(out[1])
 
-    d_hidden, d_head = jax.grad(loss, argnums=(0, 1))(
+    d_hidden, d_head = jax.jit(jax.grad(loss, argnums=(0, 1)))(
         *map(jnp.asarray, (given["hidden"], given["head"]))
     )
     # Row 2: softmax (0, 1), so d_logits (1, -1) and d_hidden = head[0] - head[1] = (2e4, 0). Row 1: certain, 0.
@@ -239,9 +242,9 @@ def test_vmap_gives_the_values_and_gradients_of_a_loop(chunk_tokens):
     for i, given in enumerate(batch):
         given["valid"] = given["valid"] & (np.arange(64) < 20 * (i + 1))
     stacked = [np.stack([given[n] for given in batch]) for n in ("hidden", "targets", "valid")]
-    found = jax.vmap(loss)(*stacked)
+    found = jax.jit(jax.vmap(loss))(*stacked)
     for i in range(3):
-        alone = loss(*(jnp.asarray(values[i]) for values in stacked))
+        alone = jax.jit(loss)(*(jnp.asarray(values[i]) for values in stacked))
         for each, expected in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(
                 each[i], expected, **tol(np.float32, reduced=64, gradient=True)
