@@ -136,15 +136,19 @@ class JaxEngine:
 
     def _work(self) -> None:
         reason: BaseException = RuntimeError("it was closed")
+        booted = False
         try:
             self._boot()
+            booted = True
             while not self._closing:
                 self._run_commands()
                 self._swap_when_idle()
                 for generated in self._sampler.step():
                     self._deliver(generated)
         except BaseException as error:  # the boundary of the thread: whoever waits must hear of it
-            _log.exception("the embedded engine failed")
+            # A model folder that cannot be used is the user's to mend: `start` raises the sentence that says how.
+            if booted or not isinstance(error, (ValueError, OSError)):
+                _log.exception("the embedded engine failed")
             reason = error
         with self._lock:
             self._stopped = reason

@@ -36,6 +36,11 @@ sft.conversations_per_step = 16
 sft.learning_rate = 1e-3
 """
 
+REWARD = """
+def variety(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return {"score": len(set(solution_str)) / 20, "acc": 0.0}
+"""
+
 
 @pytest.fixture(scope="session")
 def small_world(tmp_path_factory) -> Path:
@@ -47,12 +52,15 @@ def small_world(tmp_path_factory) -> Path:
     arithmetic.run(parser.parse_args(["--output_dir", str(folder / "data"), *sizes]))
     texts = tiny.chat_texts(folder / "data" / "demonstrations.jsonl")
     tiny.build(folder / "model", texts, vocab=400, embed=64, layers=2, seed=0)
+    (folder / "reward.py").write_text(REWARD)
     lines = [
         CONFIG,
         f'model.path = "{folder / "model"}"',
         f'data.train = ("{folder / "data" / "train.parquet"}",)',
         f'data.eval = ("{folder / "data" / "heldout.parquet"}",)',
         f'sft.demonstrations = ("{folder / "data" / "demonstrations.jsonl"}",)',
+        # Untrained, it solves nothing, and rewards that are all equal teach nothing.
+        f'sidecar.reward = "{folder / "reward.py"}:variety"',
         f'sidecar.tool_config = "{ROOT / "configs" / "tools" / "calculator.yaml"}"',
     ]
     (folder / "run.gin").write_text("\n".join(lines) + "\n")
