@@ -255,6 +255,7 @@ async def test_close_before_and_during_start(folder):
     await asyncio.sleep(0)
     starting.cancel()
     await engine.close()
+    assert engine._thread is not None
     assert not engine._thread.is_alive()
 
 

@@ -327,6 +327,8 @@ def test_abort_returns_what_there_is():
     sampler.submit(turn("b", prompt(30)))
     sampler.step()
     waiting, running = sampler.abort("b"), sampler.abort("a")
+    assert waiting is not None
+    assert running is not None
     assert (waiting.finish, waiting.token_ids) == ("aborted", [])
     assert (running.finish, running.token_ids) == ("aborted", whole.token_ids[:8])
     assert running.log_probs == whole.log_probs[:8]
@@ -387,9 +389,12 @@ def test_weights_are_not_replaced_under_a_running_turn():
 
 def test_nothing_is_compiled_after_warm_up():
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, duration, **_: compiled.append(name) if "backend_compile" in name else None
-    )
+
+    def listen(event: str, duration_secs: float, **_) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     # A shape that no other test uses. The weights are made before the count starts.
     replacement = unstack(random_decoder(CFG, 1))
     sampler = make_sampler(slots=2)

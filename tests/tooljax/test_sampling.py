@@ -1,5 +1,7 @@
 """Tokens drawn from logits: the distribution after temperature, top-k and top-p, and what a draw depends on."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,15 @@ from tooljax.model.sampling import SamplingRows, draw, kept_tokens, split_seed
 _draw = jax.jit(draw)
 
 
-def draw_rows(logits, *, temperature=1.0, top_k=0, top_p=1.0, seeds=None, positions=None):
+def draw_rows(
+    logits,
+    *,
+    temperature: Any = 1.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    seeds=None,
+    positions=None,
+):
     """Draws one token a row; a scalar setting counts for all rows."""
     logits = np.asarray(logits, np.float32)
     batch = len(logits)

@@ -268,7 +268,10 @@ class Sampler:
     def _copy_chunks(self, entries: list[tuple[int, int, int]]) -> None:
         table = np.zeros((3, _MAX_COPIES), np.int32)
         table[:, : len(entries)] = np.array(entries, np.int32).reshape(-1, 3).T
-        self._cache = share(self._cache, Copies(*table, np.array(len(entries), np.int32)))
+        sources, targets, starts = table
+        self._cache = share(
+            self._cache, Copies(sources, targets, starts, np.array(len(entries), np.int32))
+        )
 
     def _sample(self) -> list[Generated]:
         """One block of decoding in every slot whose context is read."""

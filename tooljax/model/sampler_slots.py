@@ -112,5 +112,8 @@ class SlotRows:
         self.tokens[slot], self.positions[slot], self.budgets[slot] = token, position, budget
 
     def arguments(self) -> DecodeRows:
-        sampling = SamplingRows(self.temperature, self.top_k, self.top_p, self.seeds)
+        """What `decode` takes. Only rows in use may ask for the sort that top-k and top-p need."""
+        used = self.budgets > 0
+        top_k, top_p = np.where(used, self.top_k, 0), np.where(used, self.top_p, np.float32(1))
+        sampling = SamplingRows(self.temperature, top_k, top_p, self.seeds)
         return DecodeRows(self.tokens, self.positions, self.budgets, self.stop_ids, sampling)

@@ -5,11 +5,13 @@ tokens in every active slot. The last token of a context is never prefilled: it 
 that `decode` feeds, so only `decode` needs the LM head.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from tooljax.model.decoder import (
     Decoder,
@@ -191,11 +193,23 @@ def share(cache: KVCache, copies: Copies) -> KVCache:
 
 def compilations() -> int:
     """How many programs the functions above have been compiled to in this process."""
-    return sum(function._cache_size() for function in (prefill, decode, share))
+    functions: tuple[Any, ...] = (prefill, decode, share)
+    return sum(function._cache_size() for function in functions)
 
 
-def forward(cfg, weights, cache, tokens, positions, write, first_slot) -> tuple[Array, KVCache]:
-    """Final hidden states of `tokens` [batch time], and the cache with their keys and values in it."""
+def forward(
+    cfg: DecoderConfig,
+    weights: SamplerWeights,
+    cache: KVCache,
+    tokens: Int[Array, "batch time"],
+    positions: Int[Array, "batch time"],
+    write: Callable[[Array, Array, Array, Array], tuple[Array, Array]],
+    first_slot: Int[Array, ""],
+) -> tuple[Float[Array, "batch time embed"], KVCache]:
+    """Final hidden states of the tokens of `batch` slots from first_slot on, and the cache with them in it.
+
+    `write` puts a layer's new keys and values among its cached ones: write(cached keys, cached values, k, v).
+    """
     chunks = positions.max() // KEY_CHUNK + 1
     cos, sin = rotary(cfg, positions)
     keys, values = list(cache.keys), list(cache.values)

@@ -5,6 +5,8 @@ whoever else is in the batch. Greedy rows (temperature 0) take the likeliest tok
 untempered distribution; top-k and top-p do not apply to them.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tooljax.pytree import pytree_dataclass
 
-HostOrDevice = Array | np.ndarray
-"""An argument of a compiled function: NumPy outside, traced inside."""
+HostOrDevice = Any
+"""An argument of a compiled function: a NumPy array outside, traced inside."""
 
 
 @pytree_dataclass
