@@ -222,8 +222,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tool_share",
         type=float,
-        default=0.8,
-        help="demonstrations that call the tool (default 0.8)",
+        default=0.75,
+        help="demonstrations that call the tool (default 0.75)",
     )
     parser.add_argument(
         "--error_share", type=float, default=0.5, help="calls that go wrong (default 0.5)"
