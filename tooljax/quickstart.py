@@ -59,10 +59,12 @@ def prepare(config: Config, console: Console) -> Config:
     run_dir = Path(config.run.dir)
     data, model, started = run_dir / "data", run_dir / "model", run_dir / "sft"
     demonstrations = data / "demonstrations.jsonl"
+    _check_same_seed(run_dir, config.run.seed)
+    # Each result is looked for by the file that is written last: what a killed run left half done is made again.
     if not demonstrations.exists():
         console.print("[bold]1/4[/] generating problems and demonstrations")
         arithmetic.run(_arithmetic_options(str(data), config.run.seed))
-    if not model.exists():
+    if not (model / "tokenizer_config.json").exists():
         console.print("[bold]2/4[/] building a small decoder and its tokenizer")
         texts = tiny.chat_texts(demonstrations)
         tiny.build(model, texts, vocab=VOCAB, embed=EMBED, layers=LAYERS, seed=config.run.seed)
@@ -116,6 +118,18 @@ def _before(config: Config, sidecars: Sidecars, tasks: list) -> Evaluation:
     before = evaluate(config, sidecars, tasks)
     kept.write_bytes(encode(before, "application/json"))
     return before
+
+
+def _check_same_seed(run_dir: Path, seed: int) -> None:
+    """Refuses to mix two seeds in one folder, where the second would go on with the first one's data and model."""
+    kept = run_dir / "seed"
+    if kept.exists() and int(kept.read_text()) != seed:
+        raise ValueError(
+            f"{run_dir} holds a quickstart with run.seed={int(kept.read_text())}, not {seed}; "
+            "choose another run.dir, or remove it"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    kept.write_text(str(seed))
 
 
 def _arithmetic_options(folder: str, seed: int) -> argparse.Namespace:

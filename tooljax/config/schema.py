@@ -202,7 +202,7 @@ class EvaluateConfig:
     every_steps: CountOrZero = 0
     """Steps between evaluations during training, 0 for none."""
     max_tasks: CountOrZero = 200
-    """Problems used, 0 for all."""
+    """Problems used of each file, 0 for all."""
     samples: Count = 1
     """Trajectories per problem."""
     temperature: NonNegative = 0.0

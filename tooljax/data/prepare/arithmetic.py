@@ -248,9 +248,15 @@ def run(args: argparse.Namespace) -> None:
         args.seed, "demonstrations", train_numbers, args.levels, args.demonstrations
     )
     rng = random.Random(f"{args.seed}/mistakes")
-    with (folder / "demonstrations.jsonl").open("w") as file:
-        for problem in demonstrated:
-            demonstration = make_demonstration(
+    lines = [
+        json.dumps(
+            make_demonstration(
                 rng, problem, tool_share=args.tool_share, error_share=args.error_share
             )
-            file.write(json.dumps(demonstration) + "\n")
+        )
+        for problem in demonstrated
+    ]
+    # Last, and under its name only when complete: it says that the folder is done.
+    part = folder / "demonstrations.jsonl.part"
+    part.write_text("\n".join(lines) + "\n")
+    part.replace(folder / "demonstrations.jsonl")
