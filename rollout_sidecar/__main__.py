@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--engine", choices=["jax", "scripted"], default="jax", help="what generates")
     add("--script", default="", help="scripted engine: JSON file with a list of texts, one a turn")
     add("--host", default="127.0.0.1", help="other than loopback needs --token_file")
-    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--port", type=_port, default=8000, help="0 takes a free one")
     add("--port_file", default="", help="file to write the port to, once it is listened on")
     add("--token_file", default="", help="file that holds the bearer token")
     add("--tool_config", default="", help="verl tool_config YAML")
@@ -73,12 +73,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--reward", default="", help="built-in name or file.py:function; empty: by data_source")
     add("--tool_reward_weight", type=float, default=0.0, help="weight of the tools' own rewards")
     add("--valid_call_reward", type=float, default=0.0, help="for a successful tool call")
-    add("--slots", type=int, default=64, help="trajectories that the engine generates at once")
-    add("--max_model_tokens", type=int, default=4096, help="longest context of the engine")
+    add(
+        "--slots", type=_positive, default=64, help="trajectories that the engine generates at once"
+    )
+    add("--max_model_tokens", type=_positive, default=4096, help="longest context of the engine")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the weights")
-    add("--max_concurrent", type=int, default=256, help="trajectories under way, tools included")
-    add("--max_body_bytes", type=int, default=2**28, help="largest request body")
-    add("--max_weights_bytes", type=int, default=2**36, help="largest push")
+    add(
+        "--max_concurrent",
+        type=_positive,
+        default=256,
+        help="trajectories under way, tools included",
+    )
+    add("--max_body_bytes", type=_positive, default=2**28, help="largest request body")
+    add("--max_weights_bytes", type=_positive, default=2**36, help="largest push")
     add("--exit_with_parent", action="store_true", help="end when the parent process ends (Linux)")
     return parser
 
@@ -145,7 +152,7 @@ def _make_sidecar(args: argparse.Namespace) -> Sidecar:
 
 def _make_engine(args: argparse.Namespace, tokenizer: ChatTokenizer) -> Engine:
     if args.engine == "scripted":
-        script = json.loads(Path(args.script).read_text()) if args.script else []
+        script = _read_script(Path(args.script)) if args.script else []
         if not isinstance(script, list) or not all(isinstance(text, str) for text in script):
             raise ValueError(f"--script {args.script} must be a JSON list of texts, one a turn")
         return ScriptedEngine(tokenizer, script, max_model_tokens=args.max_model_tokens)
@@ -154,6 +161,27 @@ def _make_engine(args: argparse.Namespace, tokenizer: ChatTokenizer) -> Engine:
     return JaxEngine(
         args.model, slots=args.slots, max_model_tokens=args.max_model_tokens, dtype=args.dtype
     )
+
+
+def _read_script(file: Path) -> object:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"--script {file} is not valid JSON: {error}") from None
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 65535")
+    return number
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -96,7 +96,7 @@ class RolloutRegistry:
 
         `admit` raises if a new request may not start; one that is repeated was admitted before.
         """
-        digest = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(request, order="deterministic"))
+        digest = xxhash.xxh3_128_hexdigest(_encoded(request))
         stream = self._streams.get(request.request_id)
         if stream is None:
             check_request(request)
@@ -193,6 +193,13 @@ def check_request(request: RolloutRequest) -> None:
     for i, task in enumerate(request.tasks):
         if not task.messages:
             raise _bad(f"$.tasks[{i}].messages", f"task {task.task_id!r} has no messages")
+
+
+def _encoded(request: RolloutRequest) -> bytes:
+    try:
+        return msgspec.msgpack.encode(request, order="deterministic")
+    except OverflowError:  # JSON has larger integers than MessagePack, in which frames are kept
+        raise _bad("$", "an integer of the request does not fit into 64 bits") from None
 
 
 def _bad(where: str, message: str) -> RequestError:

@@ -106,7 +106,7 @@ class ChatTokenizer:
             eos = _read_json(folder / name).get("eos_token_id")
             eos_ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
         return cls(
-            Tokenizer.from_file(str(file)),
+            _read_tokenizer(file),
             _read_templates(folder, config),
             named_tokens={name: text for name, text in named.items() if text is not None},
             eos_ids=eos_ids,
@@ -196,6 +196,15 @@ def normalise_stop(ids: Sequence[int], stop_id: int) -> list[int]:
 
 
 # --- files ------------------------------------------------------------------------------------------------------
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(
+            f"{file} is not a readable tokenizer: {error}; download it again"
+        ) from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from rollout_sidecar.client import SidecarError
-from rollout_sidecar.protocol import Task
+from rollout_sidecar.protocol import Task, Trajectory
 from tooljax.batch import PackItem, TrainBatch, pack
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args, to_gin
@@ -81,9 +81,7 @@ def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics]:
     group whose rewards are all equal teaches nothing; grpo.zero_variance says whether its tokens stay for the KL term.
     """
     reward = np.array([[t.reward for t in group] for group in groups], np.float32)
-    valid = np.array(
-        [[any(t.loss_mask) and t.status not in UNTRAINABLE for t in group] for group in groups]
-    )
+    valid = np.array([[_trainable(trajectory) for trajectory in group] for group in groups])
     advantages = np.asarray(
         group_advantages(reward, scale_by_std=config.grpo.scale_by_std, valid=valid)
     )
@@ -107,6 +105,12 @@ def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics]:
         "rollout/untrainable_frac": float(1 - valid.mean()),
     }
     return batch, metrics
+
+
+def _trainable(trajectory: Trajectory) -> bool:
+    """Whether something was sampled, and its reward says something about the policy."""
+    failed = trajectory.status in UNTRAINABLE or bool(trajectory.metrics.get("reward_error"))
+    return any(trajectory.loss_mask) and not failed
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from sidecar_cases import make_request
 
+from rollout_sidecar.__main__ import main
 from rollout_sidecar.client import SidecarClient, SidecarError
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +97,7 @@ async def test_it_serves_until_a_signal_and_ends_with_0(start, tmp_path, how):
         (["--tool_config", "nowhere.yaml"], "nowhere.yaml: no such tool_config file"),
         (["--token_file", "nowhere"], "No such file or directory: 'nowhere'"),
         (["--token_file", os.devnull], "is empty"),
-        (["--script", os.devnull], "rollout_sidecar: "),
+        (["--script", os.devnull], f"--script {os.devnull} is not valid JSON"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(start, arguments, message):
@@ -105,6 +106,21 @@ def test_what_is_wrong_is_said_in_one_line(start, arguments, message):
     assert process.returncode == 1
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "65536"], "argument --port: 65536 must be from 0 to 65535"),
+        (["--slots", "0"], "argument --slots: 0 must be at least 1"),
+        (["--max_model_tokens", "many"], "argument --max_model_tokens: invalid"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "unread", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_said_to_be(start):

@@ -110,6 +110,13 @@ async def test_an_id_that_was_used_for_something_else_is_refused(tiny_tokenizer,
             assert error.field == "$.request_id"
 
 
+async def test_an_integer_that_frames_cannot_hold_is_refused(tiny_tokenizer, http):
+    async with serving(make_agent(tiny_tokenizer, ["#### 2"])) as (url, _):
+        body = encode(make_request(samples=1), JSON).replace(b'"seed":0', b'"seed":1' + b"0" * 30)
+        async with http.post(f"{url}/v1/rollouts", data=body) as response:
+            assert "64 bits" in (await fault(response, 400, "invalid_request")).message
+
+
 async def test_a_reader_that_goes_away_loses_nothing(tiny_tokenizer, http):
     agent = make_agent(tiny_tokenizer, ["#### 2"], delay_s=0.1)
     async with serving(agent, max_concurrent=1) as (url, sidecar):

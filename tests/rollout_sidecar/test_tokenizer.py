@@ -104,6 +104,9 @@ def test_broken_files_are_named(folder: Path):
         ValueError, match=r"chat template 'default' of .* is not valid Jinja: line 1"
     ):
         ChatTokenizer.from_folder(folder)
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):
+        ChatTokenizer.from_folder(folder)
 
 
 def test_template_file_beats_the_config(folder: Path):

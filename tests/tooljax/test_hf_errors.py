@@ -150,6 +150,12 @@ def test_fields_that_are_left_out_have_transformers_defaults(folder: Path):
     assert hf.read_config(folder, "float32") == dataclasses.replace(LLAMA, kv_heads=4)
 
 
+def test_a_missing_field_is_named_with_its_file_once(folder: Path):
+    edit_config(folder, rms_norm_eps="drop")
+    with pytest.raises(ValueError, match=r"^\S*config\.json: rms_norm_eps is missing$"):
+        hf.read_config(folder, "float32")
+
+
 def test_unreadable_configs_are_named(folder: Path):
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):

@@ -10,7 +10,7 @@ from tooljax.train import make_batch
 BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1)
 
 
-def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sample=0):
+def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sample=0, metrics=None):
     """Three prompt tokens, then `sampled` completion tokens and one observation token that is never trained on."""
     tokens = [5, 6, 7, *([9] * sampled), 8]
     return Trajectory(
@@ -24,6 +24,7 @@ def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sampl
         loss_mask=[False] * 3 + [True] * sampled + [False],
         rollout_log_probs=[0.0] * 3 + [-1.0] * sampled + [0.0],
         reward=reward,
+        metrics=metrics or {},
     )
 
 
@@ -67,6 +68,15 @@ def test_a_trajectory_that_the_policy_is_not_to_blame_for_counts_for_nothing():
     assert batch.loss_tokens == 8
     assert sorted(set(batch.advantages[batch.loss_mask])) == [-0.5, 0.5]
     np.testing.assert_allclose(metrics["rollout/untrainable_frac"], 2 / 6)
+
+
+def test_a_reward_function_that_failed_is_not_taken_for_a_reward_of_0():
+    unscored = trajectory(0.0, metrics={"reward_error": 1.0})
+    batch, metrics = make_batch(
+        config(scale_by_std=False), [[trajectory(1.0), trajectory(0.0), unscored]]
+    )
+    assert sorted(set(batch.advantages[batch.loss_mask])) == [-0.5, 0.5]
+    np.testing.assert_allclose(metrics["rollout/untrainable_frac"], 1 / 3)
 
 
 def test_a_batch_with_nothing_to_learn_is_empty_not_an_error():

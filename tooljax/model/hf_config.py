@@ -46,14 +46,17 @@ def read_config(path: str | Path, dtype: Literal["float32", "bfloat16"]) -> Deco
     _refuse_unsupported(file, fields, family)
     shapes = {name: _whole(file, fields, field) for name, field in _SHAPES.items()}
     theta, scaling = _rope(file, fields)
+    kv_heads = _whole(file, fields, "num_key_value_heads", shapes["q_heads"])
+    head_dim = _head_dim(file, fields, family)
+    norm_eps = float(_need(file, fields, "rms_norm_eps"))
     try:
         return DecoderConfig(
             family=family,
             **shapes,
-            kv_heads=_whole(file, fields, "num_key_value_heads", shapes["q_heads"]),
-            head_dim=_head_dim(file, fields, family),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             rope_theta=theta,
-            norm_eps=float(_need(file, fields, "rms_norm_eps")),
+            norm_eps=norm_eps,
             tied_head=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
