@@ -1,6 +1,7 @@
 """What keeps every file short enough to be read: sizes, and a docstring that says what the file is for."""
 
 import ast
+from pathlib import Path
 
 from sources import PACKAGES, sources
 
@@ -20,6 +21,10 @@ def test_no_file_is_too_long():
         kernel = source.module.startswith("pallas_kernels.")
         if lines > (MAX_KERNEL_LINES if kernel else MAX_FILE_LINES):
             too_long.append(f"{source.path}: {lines} lines")
+    for path in Path(__file__).parent.rglob("*.py"):
+        lines = path.read_text().count("\n")
+        if lines > MAX_FILE_LINES:
+            too_long.append(f"{path}: {lines} lines")
     assert not too_long
 
 

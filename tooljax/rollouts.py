@@ -106,6 +106,21 @@ class Sidecars:
 
         return self._runner.run(ask())
 
+    def check_fit(self, *, vocab_hash: str, max_trajectory_tokens: int) -> None:
+        """ValueError, naming the URL, if a sidecar has another vocabulary or holds too short a context."""
+        for client, info in zip(self._clients, self.info(), strict=True):
+            if info.vocab_hash != vocab_hash:
+                raise ValueError(
+                    f"{client.url} serves {info.model} with another vocabulary than the trainer's "
+                    "model.path: start it with --model of the same tokenizer"
+                )
+            if info.max_model_tokens < max_trajectory_tokens:
+                raise ValueError(
+                    f"{client.url} holds contexts of {info.max_model_tokens} tokens, fewer than "
+                    f"limits.max_trajectory_tokens={max_trajectory_tokens}: lower that, or start it "
+                    "with a larger --max_model_tokens"
+                )
+
     def push(
         self,
         tensors: Iterable[tuple[str, jax.Array]],

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollout_sidecar.client import SidecarError
 from rollout_sidecar.protocol import Task, Trajectory
+from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.batch import PackItem, TrainBatch, pack
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args, to_gin
@@ -136,6 +137,10 @@ class Run:
         run_dir = Path(config.run.dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         policy = Policy.load(config.model.path, config.model.dtype)
+        sidecars.check_fit(
+            vocab_hash=ChatTokenizer.from_folder(config.model.path).vocab_hash,
+            max_trajectory_tokens=config.limits.max_trajectory_tokens,
+        )
         run = cls(
             config,
             sidecars,
@@ -213,6 +218,13 @@ class Run:
     def describe(self, groups: Groups, step: int) -> Metrics:
         """Metrics of the trajectories that led to `step`; saves them if asked."""
         trajectories = [trajectory for group in groups for trajectory in group]
+        if not any(map(_trainable, trajectories)):
+            first = trajectories[0]
+            print(
+                f"step {step}: none of {len(trajectories)} trajectories can be trained on; the first "
+                f"ended as {first.status}: {first.error or 'see the trajectories folder'}",
+                file=sys.stderr,
+            )
         if self.config.track.save_trajectories:
             write_trajectories(self.dir, step, trajectories)
         lag = max(self.sidecars.policy_lag(trajectory, step - 1) for trajectory in trajectories)
@@ -235,7 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, SidecarError, CheckpointError, OSError) as error:
         print(f"tooljax.train: {error}", file=sys.stderr)
         return 1
-    if step < config.run.steps:
+    if step == config.run.steps:
+        print(f"all {step} steps are made, see {config.run.dir}")
+    else:
         print(
             f"interrupted after step {step}, saved; run the same command to go on", file=sys.stderr
         )

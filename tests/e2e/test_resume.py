@@ -157,6 +157,10 @@ def test_prompts_over_the_limit_are_rejected_and_counted(small_world, tmp_path):
     """Pain points 17 and 19: never truncated, never a crash, never trained on."""
     result = run(small_world, tmp_path / "long", "limits.max_prompt_tokens=4", "run.steps=1")
     assert result.returncode == 0, result.stderr[-3000:]
+    assert (
+        "none of 16 trajectories can be trained on; the first ended as prompt_too_long"
+        in result.stderr
+    )
     (row,) = metrics(tmp_path / "long")
     assert row["rollout/status/prompt_too_long_frac"] == 1
     assert row["perf/loss_tokens"] == 0

@@ -293,3 +293,17 @@ def test_a_sidecar_that_stops_is_named_and_the_others_work_is_aborted(tokenizer)
 def test_no_sidecar_is_an_error_that_says_what_to_set():
     with pytest.raises(ValueError, match=r"set sidecar\.urls"):
         Sidecars([], token=None, timeout_s=1.0)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------
+
+
+def test_a_sidecar_of_another_model_or_with_too_short_contexts_is_refused(tokenizer):
+    with serve(tokenizer, by_seed) as served, connect(served) as sidecars:
+        (info,) = sidecars.info()
+        sidecars.check_fit(vocab_hash=info.vocab_hash, max_trajectory_tokens=info.max_model_tokens)
+        with pytest.raises(ValueError, match=rf"{served[0].url} serves .* with another vocabulary"):
+            sidecars.check_fit(vocab_hash="0" * 32, max_trajectory_tokens=1)
+        longer = info.max_model_tokens + 1
+        with pytest.raises(ValueError, match=rf"limits.max_trajectory_tokens={longer}: lower that"):
+            sidecars.check_fit(vocab_hash=info.vocab_hash, max_trajectory_tokens=longer)
