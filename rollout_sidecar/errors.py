@@ -56,8 +56,13 @@ def boundary(error_type: type[RolloutError], what: str = "") -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """One line for people: the message, or the type's name where there is none."""
+    """One line for people: the message, or the type's name where there is none.
+
+    A KeyError's message is the key alone, so it gets both.
+    """
     text = safe_text(" ".join(str(error).split()))
+    if isinstance(error, KeyError):
+        return f"KeyError: {text}"
     return text or type(error).__name__
 
 

@@ -54,7 +54,7 @@ class CalculatorError(ValueError):
 
 
 class CalculatorTool(BaseTool):
-    """Stateless. An expression that cannot be computed is answered with "Error: ..." and counted in the metrics."""
+    """Stateless. An expression that cannot be computed is a failed call: the policy is told why, and it is counted."""
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         """The schema of the file's entry, else the built-in one."""
@@ -63,13 +63,9 @@ class CalculatorTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Computes parameters["expression"]."""
-        try:
-            text = format_number(calculate(str(parameters.get("expression", ""))))
-            failed = 0.0
-        except CalculatorError as error:
-            text, failed = f"Error: {error}", 1.0
-        return ToolResponse(text=text), 0.0, {"error": failed}
+        """Computes parameters["expression"]. CalculatorError if it cannot."""
+        value = calculate(str(parameters.get("expression", "")))
+        return ToolResponse(text=format_number(value)), 0.0, {}
 
 
 def calculate(expression: str) -> Fraction:

@@ -328,7 +328,7 @@ async def test_a_tool_cannot_earn_the_reward_for_the_policy(tiny_tokenizer):
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ("raise KeyError('x')", "reward: 'x'"),
+        ("raise KeyError('x')", "reward: KeyError: 'x'"),
         ("return float('nan')", "expected a finite number"),
         ("return 'good'", "expected a number or a dict"),
     ],

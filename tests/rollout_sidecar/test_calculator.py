@@ -173,8 +173,9 @@ async def test_calculator_as_a_tool():
     instance, greeting = await tool.create("t:0")
     assert (instance, greeting.is_empty()) == ("t:0", True)
     answer = await tool.execute(instance, {"expression": "6 * 7"})
-    assert answer == (ToolResponse(text="42"), 0.0, {"error": 0.0})
-    answer = await tool.execute(instance, {"expression": "1/0"})
-    assert answer == (ToolResponse(text="Error: division by zero"), 0.0, {"error": 1.0})
+    assert answer == (ToolResponse(text="42"), 0.0, {})
+    # Raised, not answered: a call that computed nothing must not pass for a successful one.
+    with pytest.raises(CalculatorError, match="^division by zero$"):
+        await tool.execute(instance, {"expression": "1/0"})
     assert await tool.calc_reward(instance) == 0.0
     await tool.release(instance)
