@@ -217,7 +217,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=int, default=4000, help="training problems (default 4000)")
     parser.add_argument("--heldout", type=int, default=200, help="held-out problems (default 200)")
     parser.add_argument(
-        "--demonstrations", type=int, default=4000, help="demonstrations (default 4000)"
+        "--demonstrations", type=int, default=8000, help="demonstrations (default 8000)"
     )
     parser.add_argument(
         "--tool_share",
