@@ -46,8 +46,7 @@ def open_sidecars(config: Config) -> "Iterator[Sidecars]":
     """The sidecars that a config names, or one started here that ends with the block."""
     timeout_s = config.sidecar.request_timeout_s
     if config.sidecar.urls:
-        file = config.sidecar.token_file
-        token = Path(file).read_text().strip() if file else None
+        token = _read_token(config.sidecar.token_file)
         with Sidecars(config.sidecar.urls, token=token, timeout_s=timeout_s) as sidecars:
             yield sidecars
         return
@@ -57,6 +56,17 @@ def open_sidecars(config: Config) -> "Iterator[Sidecars]":
         Sidecars([url], token=token, timeout_s=timeout_s) as sidecars,
     ):
         yield sidecars
+
+
+def _read_token(file: str) -> str | None:
+    """The bearer token in sidecar.token_file, None where it names none."""
+    try:
+        return Path(file).read_text().strip() if file else None
+    except OSError as error:
+        raise ValueError(
+            f"sidecar.token_file={file!r} cannot be read: {error.strerror}; name the file that the "
+            "sidecars were given, or leave it empty"
+        ) from error
 
 
 class Sidecars:

@@ -116,3 +116,8 @@ def test_shares_of_calls_and_of_mistakes_are_as_asked():
 def test_a_level_below_one_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--levels \[0\]: a problem needs at least one change"):
         make(tmp_path, levels=[0])
+
+
+def test_fewer_than_one_problem_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--train -3: it takes at least one"):
+        make(tmp_path, train=-3)

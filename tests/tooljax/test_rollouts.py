@@ -307,3 +307,12 @@ def test_a_sidecar_of_another_model_or_with_too_short_contexts_is_refused(tokeni
         longer = info.max_model_tokens + 1
         with pytest.raises(ValueError, match=rf"limits.max_trajectory_tokens={longer}: lower that"):
             sidecars.check_fit(vocab_hash=info.vocab_hash, max_trajectory_tokens=longer)
+
+
+def test_a_token_file_that_is_not_there_is_named():
+    sidecar = SidecarConfig(urls=("http://127.0.0.1:9",), token_file="/no/such/token")
+    with pytest.raises(
+        ValueError, match=r"sidecar.token_file='/no/such/token' cannot be read: No such file"
+    ):
+        with open_sidecars(Config(sidecar=sidecar)):
+            pass

@@ -234,6 +234,9 @@ def run(args: argparse.Namespace) -> None:
     """Writes train.parquet, heldout.parquet and demonstrations.jsonl to args.output_dir."""
     if min(args.levels) < 1:
         raise ValueError(f"--levels {args.levels}: a problem needs at least one change")
+    for name in ("train", "heldout", "demonstrations"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: it takes at least one")
     train_numbers, heldout_numbers = split_numbers(args.seed)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
