@@ -22,20 +22,29 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 Status = Literal[
-    "completed",  # the policy ended its last turn without a tool call
+    "completed",  # the policy ended a turn without a tool call, and no interaction had more to say
     "max_turns",  # the last allowed turn still called a tool
     "max_tokens",  # a turn, or the whole trajectory, reached its token limit
     "invalid_calls",  # too many consecutive turns held only calls that could not be executed
     "timeout",  # the trajectory deadline passed
     "tool_error",  # the tools could not be set up for this task
+    "interaction_error",  # the interaction raised, or did not answer in time
     "engine_error",  # generation failed
+    "context_rewritten",  # the chat template rewrote earlier turns, and the context policy is reject
     "prompt_too_long",  # rejected before sampling; a prompt is never truncated
     "aborted",  # the client asked for it
 ]
 """Why a trajectory ended. Only trajectories with at least one sampled token can be trained on."""
 
 CallStatus = Literal[
-    "ok", "parse_error", "unknown_tool", "bad_arguments", "timeout", "error", "not_executed"
+    "ok",
+    "parse_error",
+    "unknown_tool",
+    "bad_arguments",
+    "timeout",
+    "error",
+    "unavailable",  # refused before it ran: its circuit breaker is open, or its queue did not move in time
+    "not_executed",
 ]
 """What became of one tool call. Everything but "ok" was told to the policy in the tool message."""
 
@@ -90,6 +99,30 @@ class Task(Wire, frozen=True, kw_only=True):
     """Names of the tools offered; None offers all that the sidecar has, [] withholds them."""
     tools_kwargs: dict[str, dict[str, Any]] = {}
     """Per tool: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs."""
+    interaction: str = ""
+    """Name of the interaction that answers when the policy calls no tool; "" for none."""
+    interaction_kwargs: dict[str, Any] = {}
+    """What its start_interaction is given."""
+
+
+class RewardWeights(Wire, frozen=True, kw_only=True):
+    """How a trajectory's reward is put together: outcome + the weighted terms. Sent with each request, so that the
+    trainer can anneal shaping, and evaluations are scored without it."""
+
+    tool: float = 0.0
+    """Of the rewards that tools return."""
+    turn: float = 0.0
+    """Of the scores that an interaction gives to turns, after `turn_merge`."""
+    turn_merge: Literal["sum", "mean", "last", "max"] = "sum"
+    """How the scores of a trajectory's turns become one."""
+    valid_call: float = 0.0
+    """Added once to a trajectory that made a successful tool call."""
+    invalid_call: float = 0.0
+    """Times the share of calls that could not be executed (usually negative)."""
+    overlong: float = 0.0
+    """DAPO's soft over-long penalty (arXiv:2503.14476, eq. 13): at most this much is taken off."""
+    overlong_buffer_tokens: NonNegative = 0
+    """Length, before the trajectory limit, over which that penalty grows from 0."""
 
 
 class RolloutSpec(Wire, frozen=True, kw_only=True):
@@ -109,6 +142,7 @@ class RolloutRequest(Wire, frozen=True, kw_only=True):
     rollouts: list[RolloutSpec]
     sampling: SamplingParams = SamplingParams()
     limits: Limits = Limits()
+    reward_weights: RewardWeights = RewardWeights()
     min_policy_version: NonNegative = 0
     """The sidecar refuses (409) while it serves an older version than this."""
 
@@ -127,8 +161,26 @@ class ToolCallRecord(Wire, frozen=True, kw_only=True):
     truncated: bool = False
     result_tokens: int = 0
     latency_s: float = 0.0
+    """Time in the tool, waiting not included."""
+    queue_s: float = 0.0
+    """Time spent waiting for one of the tool's places, or for its rate limit."""
+    attempts: int = 1
+    """More than 1 where a tool declared idempotent was tried again."""
     reward: float = 0.0
     """The tool's own reward for this call."""
+    metrics: dict[str, float] = {}
+    """What the tool reported about this call, where it is a number."""
+
+
+class InteractionReply(Wire, frozen=True, kw_only=True):
+    """What an interaction made of a turn that called no tool."""
+
+    text: str
+    """The user message; it was shown to the policy only if the trajectory went on."""
+    score: float = 0.0
+    done: bool = False
+    """It ended the conversation."""
+    latency_s: float = 0.0
 
 
 class Turn(Wire, frozen=True, kw_only=True):
@@ -144,6 +196,9 @@ class Turn(Wire, frozen=True, kw_only=True):
     """Context tokens that the engine did not have to prefill."""
     generate_s: float = 0.0
     calls: list[ToolCallRecord] = []
+    reply: InteractionReply | None = None
+    stream: int = 0
+    """Which of the trajectory's token streams `start` and `end` count in; see Trajectory.earlier_streams."""
 
 
 class VersionSpan(Wire, frozen=True, kw_only=True):
@@ -152,6 +207,17 @@ class VersionSpan(Wire, frozen=True, kw_only=True):
     start: int
     end: int
     policy_version: int
+
+
+class TokenStream(Wire, frozen=True, kw_only=True):
+    """A context that the policy saw, and what it sampled in it. All per-token lists have the length of token_ids."""
+
+    token_ids: list[int]
+    prompt_tokens: int
+    """Tokens before the first one sampled in this stream."""
+    loss_mask: list[bool]
+    rollout_log_probs: list[float]
+    version_spans: list[VersionSpan]
 
 
 class Trajectory(Wire, frozen=True, kw_only=True):
@@ -173,7 +239,12 @@ class Trajectory(Wire, frozen=True, kw_only=True):
     rollout_log_probs: list[float] = []
     """0 where loss_mask is False."""
     version_spans: list[VersionSpan] = []
+    earlier_streams: list[TokenStream] = []
+    """Context policy "fork" only: streams that ended because the template rewrote earlier turns. The fields above are
+    the last stream, number len(earlier_streams). Every sampled token is in exactly one stream with mask True."""
     turns: list[Turn] = []
+    scored: bool = True
+    """False: the reward function failed or could not run. Such a reward is no 0, and is never trained on."""
     reward: float = 0.0
     reward_terms: dict[str, float] = {}
     """The parts of the reward, weighted: they add up to it."""

@@ -59,6 +59,13 @@ class BaseTool:
             )
         return schema
 
+    async def startup(self) -> None:
+        """Runs once in the sidecar's event loop before the first rollout: connect, warm up. Not part of verl's
+        contract; a tool without it needs none. What it raises ends the start of the sidecar."""
+
+    async def shutdown(self) -> None:
+        """Runs once when the sidecar stops, after every instance was released."""
+
     async def create(
         self, instance_id: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
