@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from rollout_sidecar.errors import ToolError
+
+
+class ToolFailure(ToolError):
+    """Raise it in `execute` for a call that failed. Its text, line breaks included, is what the policy is told; of any
+    other exception it is told one line."""
+
 
 @dataclass(kw_only=True)
 class ToolResponse:
