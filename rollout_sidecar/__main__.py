@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -22,7 +23,7 @@ from rollout_sidecar.agent import Agent
 from rollout_sidecar.engines.base import Engine
 from rollout_sidecar.engines.scripted import ScriptedEngine
 from rollout_sidecar.formats import get_format
-from rollout_sidecar.rewards.registry import get_reward
+from rollout_sidecar.rewards.registry import check_reward
 from rollout_sidecar.scoring import Scorer
 from rollout_sidecar.server import ServerOptions, Sidecar, check_exposure, create_app
 from rollout_sidecar.tokenizer import ChatTokenizer
@@ -71,8 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--tool_config", default="", help="verl tool_config YAML")
     add("--tool_format", default="hermes", help="how the policy writes tool calls")
     add("--reward", default="", help="built-in name or file.py:function; empty: by data_source")
-    add("--tool_reward_weight", type=float, default=0.0, help="weight of the tools' own rewards")
-    add("--valid_call_reward", type=float, default=0.0, help="for a successful tool call")
+    add("--reward_kwargs", type=_json_object, default="{}", help="JSON: more arguments for it")
+    add(
+        "--reward_text",
+        choices=["policy", "all"],
+        default="policy",
+        help="what it reads: what the policy wrote, or tool results too, as in verl",
+    )
     add(
         "--slots", type=_positive, default=64, help="trajectories that the engine generates at once"
     )
@@ -124,21 +130,14 @@ def _make_sidecar(args: argparse.Namespace) -> Sidecar:
     if args.token_file and not token:
         raise ValueError(f"--token_file {args.token_file} is empty")
     check_exposure(args.host, token)
-    if args.reward:
-        get_reward(
-            args.reward
-        )  # a reward that cannot be found should end the start, not each rollout
+    check_reward(args.reward, args.reward_kwargs)
     tokenizer = ChatTokenizer.from_folder(args.model)
     agent = Agent(
         engine=_make_engine(args, tokenizer),
         tokenizer=tokenizer,
         tool_format=get_format(args.tool_format),
         tools=load_tools(args.tool_config) if args.tool_config else {},
-        scorer=Scorer(
-            reward=args.reward,
-            tool_reward_weight=args.tool_reward_weight,
-            valid_call_reward=args.valid_call_reward,
-        ),
+        scorer=Scorer(reward=args.reward, reward_kwargs=args.reward_kwargs, text=args.reward_text),
     )
     options = ServerOptions(
         model=args.model,
@@ -168,6 +167,16 @@ def _read_script(file: Path) -> object:
         return json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"--script {file} is not valid JSON: {error}") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -103,6 +103,7 @@ class _Rollout:
         self._spec = spec
         self._sampling = request.sampling
         self._limits = request.limits
+        self._weights = request.reward_weights
         self._ordinal = ordinal
         self._conversation: Conversation | None = None
         self._session: ToolSession | None = None
@@ -301,11 +302,17 @@ class _Rollout:
         """Sets the reward. Without a sampled token there is nothing to score."""
         if self._conversation is None or self._session is None or not self._turns:
             return
+        conversation = self._conversation
+        response_tokens = len(conversation.token_ids) - conversation.prompt_tokens
         self._scored = await self._agent.scorer.score(
             self._task,
-            self._conversation.model_text(),
-            self._turns,
-            self._session,
+            policy_text=conversation.model_text(),
+            all_text=conversation.full_text(),
+            turns=self._turns,
+            tool_rewards=await self._session.rewards(),
+            weights=self._weights,
+            response_tokens=response_tokens,
+            max_response_tokens=response_tokens + self._room(conversation),
             timeout_s=self._limits.trajectory_timeout_s,
             metrics=self._agent.metrics,
         )
@@ -340,6 +347,7 @@ class _Rollout:
             status=self.status,
             error=self.error,
             turns=self._turns,
+            scored=self._scored.scored,
             reward=sum(self._scored.terms.values(), 0.0),
             reward_terms=self._scored.terms,
             metrics=self._scored.metrics,

@@ -142,7 +142,8 @@ class RolloutRequest(Wire, frozen=True, kw_only=True):
     rollouts: list[RolloutSpec]
     sampling: SamplingParams = SamplingParams()
     limits: Limits = Limits()
-    reward_weights: RewardWeights = RewardWeights()
+    reward_weights: RewardWeights | None = None
+    """None: the outcome alone. Weights of 0 give the same reward, and warn of rewards that are ignored."""
     min_policy_version: NonNegative = 0
     """The sidecar refuses (409) while it serves an older version than this."""
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout_sidecar.client import SidecarError
-from rollout_sidecar.protocol import Limits, SamplingParams, Task, Trajectory
+from rollout_sidecar.protocol import Limits, RewardWeights, SamplingParams, Task, Trajectory
 from tooljax.config import Config, parse_args
-from tooljax.config.schema import LimitsConfig, SamplingConfig
+from tooljax.config.schema import LimitsConfig, RewardConfig, SamplingConfig
 from tooljax.data.records import read_tasks
 from tooljax.intervals import wilson
 from tooljax.metrics import rollout_metrics
@@ -91,6 +91,20 @@ def limits(config: LimitsConfig) -> Limits:
 def sampling(config: SamplingConfig) -> SamplingParams:
     """The wire form of the sampling section."""
     return SamplingParams(**asdict(config))
+
+
+def reward_weights(config: RewardConfig, step: int) -> RewardWeights:
+    """The wire form of the reward section for the rollouts after `step` steps, its shaping annealed."""
+    left = max(0.0, 1 - step / config.anneal_steps) if config.anneal_steps else 1.0
+    return RewardWeights(
+        tool=left * config.tool,
+        turn=left * config.turn,
+        turn_merge=config.turn_merge,
+        valid_call=left * config.valid_call,
+        invalid_call=left * config.invalid_call,
+        overlong=config.overlong,
+        overlong_buffer_tokens=config.overlong_buffer_tokens,
+    )
 
 
 def table(rows: Sequence[tuple[str, Evaluation]]) -> Table:

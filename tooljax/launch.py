@@ -153,9 +153,9 @@ def _arguments(config: Config) -> list[str]:
         "port": 0,
         "tool_config": sidecar.tool_config,
         "tool_format": sidecar.tool_format,
-        "reward": sidecar.reward,
-        "tool_reward_weight": sidecar.tool_reward_weight,
-        "valid_call_reward": sidecar.valid_call_reward,
+        "reward": config.reward.function,
+        "reward_kwargs": config.reward.function_kwargs or "{}",
+        "reward_text": config.reward.text,
         "slots": sidecar.slots,
         "max_model_tokens": sidecar.max_model_tokens,
     }

@@ -19,6 +19,7 @@ from rollout_sidecar.client import SidecarClient, SidecarError
 from rollout_sidecar.protocol import (
     Info,
     Limits,
+    RewardWeights,
     RolloutRequest,
     RolloutSpec,
     SamplingParams,
@@ -163,13 +164,15 @@ class Sidecars:
         seed: tuple[int, ...],
         sampling: SamplingParams,
         limits: Limits,
+        reward_weights: RewardWeights | None = None,
         step: int | None = None,
         on_progress: Progress | None = None,
     ) -> Groups:
         """Makes `samples` trajectories of each task.
 
         Their seeds derive from (*seed, task, sample). With `step`, only the policy after that many steps will do;
-        without, whatever the sidecars serve. Raises SidecarError, or InterruptedRollout.
+        without, whatever the sidecars serve. Without `reward_weights`, rewards are the outcome alone. Raises
+        SidecarError, or InterruptedRollout.
         """
         self._requests += 1
         shares = [range(k, len(tasks), len(self._clients)) for k in range(len(self._clients))]
@@ -184,6 +187,7 @@ class Sidecars:
                 ],
                 sampling=sampling,
                 limits=limits,
+                reward_weights=reward_weights,
                 min_policy_version=0 if step is None else self._first_version + step,
             )
             for share in shares

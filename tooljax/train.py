@@ -19,7 +19,7 @@ from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args, to_gin
 from tooljax.data.records import read_tasks
 from tooljax.data.source import TaskSource
-from tooljax.evaluate import evaluate, limits, sampling
+from tooljax.evaluate import evaluate, limits, reward_weights, sampling
 from tooljax.grpo.advantages import group_advantages, zero_variance
 from tooljax.metrics import rollout_metrics
 from tooljax.plots import learning_curve
@@ -110,8 +110,8 @@ def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics]:
 
 def _trainable(trajectory: Trajectory) -> bool:
     """Whether something was sampled, and its reward says something about the policy."""
-    failed = trajectory.status in UNTRAINABLE or bool(trajectory.metrics.get("reward_error"))
-    return any(trajectory.loss_mask) and not failed
+    sampled = any(trajectory.loss_mask)
+    return sampled and trajectory.scored and trajectory.status not in UNTRAINABLE
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,7 @@ class Run:
                 seed=(self.config.run.seed, step),
                 sampling=sampling(self.config.sampling),
                 limits=limits(self.config.limits),
+                reward_weights=reward_weights(self.config.reward, step),
                 step=step,
                 on_progress=progress.rollout,
             )

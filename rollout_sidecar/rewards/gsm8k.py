@@ -1,16 +1,24 @@
 """The answer reward of GSM8K: the number after the last "####" equals the ground truth.
 
 Numbers are compared by value: "1,234.50", "$1234.5" and "1234.5." are equal. Differs from verl's: fractions are read
-("3/4"), and what is not one number ("12 * 3", "4,5") is no answer rather than its first digits.
+("3/4"), what is not one number ("12 * 3", "4,5") is no answer rather than its first digits, and the whole text is read.
+`verl_identical` gives verl's reading and comparison.
 """
 
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 _NUMBER = r"[-+]?\$?\s?[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?"
 # What may not follow: the rest of a longer number, or an operator.
-_ANSWER = re.compile(rf"####\s*({_NUMBER})(?![\d/^*+]|[.,]\d|[eE][-+]?\d|\s*[-+*/^=]\s*\d)")
+_STRICT = re.compile(rf"####\s*({_NUMBER})(?![\d/^*+]|[.,]\d|[eE][-+]?\d|\s*[-+*/^=]\s*\d)")
+# A sign right after a digit is an operator: the last number of "10-3" is 3.
+_FLEXIBLE = re.compile(rf"(?<![\d.])({_NUMBER})")
+
+_VERL_CHARACTERS = 300
+"""verl looks no further back than this from the end."""
+_VERL_STRICT = re.compile(r"#### (-?[\d.,]+)")
+_VERL_FLEXIBLE = re.compile(r"(-?[\d.,]+)")
 
 
 def compute_score(
@@ -19,21 +27,32 @@ def compute_score(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
-    format_reward: float = 0.0,
-    **kwargs: Any,
+    method: Literal["strict", "flexible"] = "strict",
+    score: float = 1.0,
+    format_score: float = 0.0,
+    verl_identical: bool = False,
 ) -> dict[str, float]:
-    """1 for the right answer, `format_reward` for a wrong one in the right form, 0 without "#### <number>".
+    """`score` for the right answer, `format_score` for a wrong one in the right form, 0 without an answer.
 
-    `solution_str` should be the policy's own text: with tool results in it, a tool could write the answer.
+    Args:
+        method: "strict" reads "#### <number>", "flexible" the last number of the text.
+        verl_identical: read and compare as verl does: the last 300 characters, without commas and dollar signs, as text
+            ("42.0" is not "42"). What it reads is `solution_str` all the same: see reward.text for that.
     """
-    truth = _value(str(ground_truth))
-    if truth is None:
-        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
-    answers = _ANSWER.findall(solution_str)
-    answer = _value(answers[-1]) if answers else None
-    correct = answer == truth
-    score = 1.0 if correct else format_reward if answer is not None else 0.0
-    return {"score": score, "acc": float(correct), "answered": float(answer is not None)}
+    if method not in ("strict", "flexible"):
+        raise ValueError(f'method={method!r} must be "strict" or "flexible"')
+    if verl_identical:
+        answer = _verl_answer(solution_str, method)
+        correct = answer is not None and answer == str(ground_truth)
+    else:
+        truth = _value(str(ground_truth))
+        if truth is None:
+            raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+        found = (_STRICT if method == "strict" else _FLEXIBLE).findall(solution_str)
+        answer = _value(found[-1]) if found else None
+        correct = answer == truth
+    reward = score if correct else format_score if answer is not None else 0.0
+    return {"score": reward, "acc": float(correct), "answered": float(answer is not None)}
 
 
 def _value(text: str) -> Fraction | None:
@@ -43,3 +62,13 @@ def _value(text: str) -> Fraction | None:
         return Fraction(text)
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def _verl_answer(text: str, method: str) -> str | None:
+    text = text[-_VERL_CHARACTERS:]
+    if method == "strict":
+        found = _VERL_STRICT.findall(text)
+        return found[-1].replace(",", "").replace("$", "") if found else None
+    return next(
+        (number for number in reversed(_VERL_FLEXIBLE.findall(text)) if number != "."), None
+    )

@@ -1,10 +1,14 @@
 """Finds a reward function by name, by a task's data_source, or in a file."""
 
+import difflib
 import hashlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rollout_sidecar.rewards import gsm8k
 from rollout_sidecar.rewards.base import RewardFunction
@@ -39,6 +43,51 @@ def get_reward(name_or_path: str, data_source: str = "") -> RewardFunction:
             "path/to/file.py:function"
         )
     return _load(Path(path).resolve(), function)
+
+
+def check_reward(name_or_path: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError, at the start rather than in each rollout, for a reward that cannot be found or arguments that
+    nobody takes."""
+    if name_or_path:
+        functions = {name_or_path: get_reward(name_or_path)}
+    else:
+        functions = _BY_NAME
+    taken = {name: _parameters(function) for name, function in functions.items()}
+    if any(parameters is None for parameters in taken.values()):
+        return
+    known = sorted({key for parameters in taken.values() for key in parameters or ()})
+    for key in kwargs:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            whose = (
+                f"the reward {name_or_path!r} takes" if name_or_path else "built-in rewards take"
+            )
+            raise ValueError(
+                f"reward argument {key!r} is not known; {whose}: {', '.join(known) or 'none'}"
+                + (f". Did you mean {near[0]!r}?" if near else "")
+            )
+
+
+def accepted_kwargs(
+    name_or_path: str, function: RewardFunction, kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What a function is given of `kwargs`: all if it was named, what it takes if it was chosen by data_source."""
+    parameters = _parameters(function)
+    if name_or_path or parameters is None:
+        return kwargs
+    return {key: value for key, value in kwargs.items() if key in parameters}
+
+
+def _parameters(function: RewardFunction) -> Iterable[str] | None:
+    """Names of the arguments beside verl's four; None if any will do, or if it cannot be known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    verls = ("data_source", "solution_str", "ground_truth", "extra_info")
+    return [parameter.name for parameter in parameters if parameter.name not in verls]
 
 
 @cache

@@ -60,7 +60,7 @@ def small_world(tmp_path_factory) -> Path:
         f'data.eval = ("{folder / "data" / "heldout.parquet"}",)',
         f'sft.demonstrations = ("{folder / "data" / "demonstrations.jsonl"}",)',
         # Untrained, it solves nothing, and rewards that are all equal teach nothing.
-        f'sidecar.reward = "{folder / "reward.py"}:variety"',
+        f'reward.function = "{folder / "reward.py"}:variety"',
         f'sidecar.tool_config = "{ROOT / "configs" / "tools" / "calculator.yaml"}"',
     ]
     (folder / "run.gin").write_text("\n".join(lines) + "\n")

@@ -22,6 +22,7 @@ from rollout_sidecar.protocol import (
     Fault,
     Frame,
     Limits,
+    RewardWeights,
     RolloutRequest,
     RolloutSpec,
     Task,
@@ -183,10 +184,12 @@ def make_request(task: Task | None = None, samples: int = 1, **kwargs: Any) -> R
     return RolloutRequest(**{**fields, **kwargs})
 
 
-async def play(agent: Agent, task: Task | None = None, **limits: Any) -> Trajectory:
+async def play(
+    agent: Agent, task: Task | None = None, weights: RewardWeights | None = None, **limits: Any
+) -> Trajectory:
     """One rollout, checked for what holds of every trajectory."""
     limits = {"max_tokens_per_turn": 1024, **limits}
-    request = make_request(task, limits=Limits(**limits))
+    request = make_request(task, limits=Limits(**limits), reward_weights=weights)
     trajectory = await run_rollout(agent, request.tasks[0], request.rollouts[0], request)
     check_trajectory(trajectory)
     return trajectory

@@ -23,7 +23,7 @@ from sidecar_cases import (
 
 from rollout_sidecar.engines.base import GenerateResult
 from rollout_sidecar.engines.scripted import ScriptedEngine, scripted_log_prob
-from rollout_sidecar.protocol import Limits, derive_seed
+from rollout_sidecar.protocol import Limits, RewardWeights, derive_seed
 from rollout_sidecar.tools.base import ToolResponse
 from rollout_sidecar.truncation import MARKER
 
@@ -288,8 +288,8 @@ async def test_a_conversation_that_the_template_rejects_is_no_crash(tiny_tokeniz
 async def test_rewards_of_tools_are_weighted_terms(tiny_tokenizer):
     """Pain point 5."""
     script = [call("counter"), call("counter"), "#### 2"]
-    agent = make_agent(tiny_tokenizer, script, PenaltyTool(), tool_reward_weight=1.0)
-    trajectory = await play(agent)
+    agent = make_agent(tiny_tokenizer, script, PenaltyTool())
+    trajectory = await play(agent, weights=RewardWeights(tool=1.0))
     # 1 for the answer, twice -0.05 for the calls.
     assert trajectory.reward_terms == {"outcome": 1.0, "tool/counter": -0.1}
     assert trajectory.reward == pytest.approx(0.9)
@@ -302,21 +302,22 @@ async def test_rewards_of_tools_that_are_ignored_are_warned_about_once(tiny_toke
     agent = make_agent(tiny_tokenizer, [call("counter"), "#### 2"], PenaltyTool())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            trajectory = await play(agent)
+            trajectory = await play(agent, weights=RewardWeights())
             assert trajectory.reward_terms == {"outcome": 1.0}
             assert trajectory.metrics["tool_reward/counter"] == -0.05
     assert [record.message for record in caplog.records] == [
-        "tool 'counter' returned the reward -0.05, which is ignored because tool_reward_weight is 0"
-        " (set sidecar.tool_reward_weight)"
+        "tool 'counter' returned the reward -0.05, which is ignored because its weight is 0"
+        " (set reward.tool)"
     ]
 
 
 async def test_a_successful_call_earns_its_reward_once(tiny_tokenizer):
     script = [call("counter"), call("counter"), "#### 3"]
-    agent = make_agent(tiny_tokenizer, script, CounterTool(), valid_call_reward=0.25)
-    assert (await play(agent)).reward_terms == {"outcome": 0.0, "valid_call": 0.25}
-    agent = make_agent(tiny_tokenizer, script, RaisingTool(), valid_call_reward=0.25)
-    assert (await play(agent)).reward_terms == {"outcome": 0.0, "valid_call": 0.0}
+    weights = RewardWeights(valid_call=0.25)
+    trajectory = await play(make_agent(tiny_tokenizer, script, CounterTool()), weights=weights)
+    assert trajectory.reward_terms == {"outcome": 0.0, "valid_call": 0.25}
+    trajectory = await play(make_agent(tiny_tokenizer, script, RaisingTool()), weights=weights)
+    assert trajectory.reward_terms == {"outcome": 0.0, "valid_call": 0.0}
 
 
 async def test_a_tool_cannot_earn_the_reward_for_the_policy(tiny_tokenizer):
@@ -333,18 +334,16 @@ async def test_a_tool_cannot_earn_the_reward_for_the_policy(tiny_tokenizer):
         ("return 'good'", "expected a number or a dict"),
     ],
 )
-async def test_a_reward_function_that_fails_gives_0_and_leaves_the_status(
+async def test_a_reward_function_that_fails_leaves_the_trajectory_unscored(
     tiny_tokenizer, tmp_path, body, error
 ):
     file = tmp_path / "reward.py"
     file.write_text(f"def compute_score(**kwargs):\n    {body}\n")
     tool = CounterTool()
-    agent = make_agent(
-        tiny_tokenizer, ["#### 2"], tool, reward=f"{file}:compute_score", valid_call_reward=1.0
-    )
-    trajectory = await play(agent)
-    assert (trajectory.status, trajectory.reward) == ("completed", 0.0)
-    assert trajectory.metrics == {"reward_error": 1.0}
+    agent = make_agent(tiny_tokenizer, ["#### 2"], tool, reward=f"{file}:compute_score")
+    trajectory = await play(agent, weights=RewardWeights(valid_call=1.0))
+    assert (trajectory.status, trajectory.scored) == ("completed", False)
+    assert (trajectory.reward_terms, trajectory.metrics) == ({}, {})
     assert error in trajectory.error
     assert agent.metrics.value("reward_errors_total") == 1
     assert tool.times("release") == 1
@@ -356,7 +355,10 @@ async def test_a_reward_function_sees_what_verl_shows(tiny_tokenizer, tmp_path):
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    assert (data_source, ground_truth) == ('openai/gsm8k', '2')\n"
         "    assert solution_str.endswith('#### 2') and 'tool_response' not in solution_str\n"
-        "    assert extra_info == {'index': 7, 'num_turns': 4, 'rollout_reward_scores': {'counter': 0.0}}\n"
+        "    assert extra_info == {\n"
+        "        'index': 7, 'num_turns': 4, 'tool_rewards': [0.0], 'turn_scores': [],\n"
+        "        'rollout_reward_scores': {'counter': 0.0, 'user_turn_rewards': []},\n"
+        "    }\n"
         "    return {'score': 0.5, 'style': 'terse', 'length': 3}\n"
     )
     task = make_task(extra_info={"index": 7})

@@ -73,13 +73,13 @@ def test_wrong_answers(text: str):
 
 
 def test_terms_of_the_answer():
-    assert gsm8k.compute_score("d", "#### 41", "42", None, format_reward=0.1) == {
+    assert gsm8k.compute_score("d", "#### 41", "42", None, format_score=0.1) == {
         "score": 0.1,
         "acc": 0.0,
         "answered": 1.0,
     }
-    assert gsm8k_score("41", "42", format_reward=0.1) == 0.0
-    assert gsm8k_score("#### 42", "42", format_reward=0.1) == 1.0
+    assert gsm8k_score("41", "42", format_score=0.1) == 0.0
+    assert gsm8k_score("#### 42", "42", format_score=0.1) == 1.0
 
 
 def test_ground_truth_must_be_a_number():

@@ -295,4 +295,5 @@ async def test_a_request_by_hand_needs_little(tiny_tokenizer, http):
             frames = await lines(response)
     assert frames[0].trajectory.status == "completed"
     # No ground truth: the reward function fails, and says so.
-    assert frames[0].trajectory.metrics == {"reward_error": 1.0}
+    assert not frames[0].trajectory.scored
+    assert "the ground truth None is not a number" in frames[0].trajectory.error

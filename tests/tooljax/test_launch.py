@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from scripted_sidecar import write_tokenizer
 from rollout_sidecar.client import SidecarClient, SidecarError
 from rollout_sidecar.protocol import Limits, RolloutRequest, RolloutSpec, Task
 from tooljax import launch
-from tooljax.config import Config, ModelConfig, SidecarConfig
+from tooljax.config import Config, ModelConfig, RewardConfig, SidecarConfig
 from tooljax.launch import local_sidecar
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,10 @@ def request() -> RolloutRequest:
 
 
 async def test_it_serves_as_configured_and_ends_with_the_block(folder, engine, started, tmp_path):
-    settings = config(folder, reward="gsm8k", max_model_tokens=321)
+    settings = replace(
+        config(folder, max_model_tokens=321),
+        reward=RewardConfig(function="gsm8k", function_kwargs='{"score": 0.75}'),
+    )
     log_path = tmp_path / "new" / "sidecar.log"
     with local_sidecar(settings, log_path=log_path, engine=engine) as (url, token):
         async with SidecarClient(url, token=token) as client:
@@ -86,7 +90,7 @@ async def test_it_serves_as_configured_and_ends_with_the_block(folder, engine, s
         [option] = [a for a in process.args if a.endswith("/token")]
         assert os.stat(option).st_mode & 0o077 == 0
     assert (info.engine, info.model, info.max_model_tokens) == ("scripted", str(folder), 321)
-    assert trajectory.reward == 1
+    assert trajectory.reward == 0.75
     assert process.returncode == 0  # it was asked, not killed
     assert "ready" in log_path.read_text()
     assert not Path(option).exists()
@@ -225,7 +229,8 @@ async def test_the_embedded_engine_serves_what_is_pushed(tmp_path):
     write_tokenizer(folder)
     settings = Config(
         model=ModelConfig(path=str(folder), dtype="float32"),
-        sidecar=SidecarConfig(slots=2, max_model_tokens=128, reward="gsm8k"),
+        sidecar=SidecarConfig(slots=2, max_model_tokens=128),
+        reward=RewardConfig(function="gsm8k"),
     )
     # A head of zeros makes every token equally likely, which no other weights do.
     flat = [(name, jnp.zeros_like(x)) for name, x in hf.to_hf(cfg, decoder)]

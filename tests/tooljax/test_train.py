@@ -10,7 +10,7 @@ from tooljax.train import make_batch
 BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1)
 
 
-def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sample=0, metrics=None):
+def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sample=0, scored=True):
     """Three prompt tokens, then `sampled` completion tokens and one observation token that is never trained on."""
     tokens = [5, 6, 7, *([9] * sampled), 8]
     return Trajectory(
@@ -24,7 +24,7 @@ def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sampl
         loss_mask=[False] * 3 + [True] * sampled + [False],
         rollout_log_probs=[0.0] * 3 + [-1.0] * sampled + [0.0],
         reward=reward,
-        metrics=metrics or {},
+        scored=scored,
     )
 
 
@@ -71,7 +71,7 @@ def test_a_trajectory_that_the_policy_is_not_to_blame_for_counts_for_nothing():
 
 
 def test_a_reward_function_that_failed_is_not_taken_for_a_reward_of_0():
-    unscored = trajectory(0.0, metrics={"reward_error": 1.0})
+    unscored = trajectory(0.0, scored=False)
     batch, metrics = make_batch(
         config(scale_by_std=False), [[trajectory(1.0), trajectory(0.0), unscored]]
     )

@@ -13,6 +13,7 @@ from tooljax.config.schema import GrpoConfig as GrpoConfig
 from tooljax.config.schema import LimitsConfig as LimitsConfig
 from tooljax.config.schema import ModelConfig as ModelConfig
 from tooljax.config.schema import OptimizerConfig as OptimizerConfig
+from tooljax.config.schema import RewardConfig as RewardConfig
 from tooljax.config.schema import RunConfig as RunConfig
 from tooljax.config.schema import SamplingConfig as SamplingConfig
 from tooljax.config.schema import SftConfig as SftConfig

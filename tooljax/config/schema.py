@@ -117,12 +117,6 @@ class SidecarConfig:
     """verl tool_config YAML of the local sidecar. Empty: no tools."""
     tool_format: Literal["hermes"] = "hermes"
     """How the policy writes tool calls."""
-    reward: str = ""
-    """Reward function: a built-in name, or path/to/file.py:function. Empty: chosen by each task's data_source."""
-    tool_reward_weight: float = 0.0
-    """Weight in the reward of the rewards that tools return. 0 ignores them, and warns once if there are any."""
-    valid_call_reward: float = 0.0
-    """Added once to the reward of a trajectory that made a successful tool call: shaping against tool collapse."""
     slots: Count = 64
     """Trajectories that the embedded engine generates at once."""
     max_model_tokens: Count = 4096
@@ -131,6 +125,37 @@ class SidecarConfig:
     """How long the local sidecar may take to load and compile."""
     request_timeout_s: Seconds = 3600.0
     """How long one batch of rollouts may take before the step fails."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """reward = outcome + the weighted terms. Evaluations are scored by the outcome alone."""
+
+    function: str = ""
+    """The outcome: a built-in name, or path/to/file.py:function. Empty: chosen by each task's data_source."""
+    function_kwargs: str = ""
+    """JSON object: more arguments of that function, such as '{"format_score": 0.1}'. Chosen by data_source, a function
+    gets those that it takes."""
+    text: Literal["policy", "all"] = "policy"
+    """What it reads as solution_str: what the policy wrote, or everything after the prompt, as in verl: a tool's text
+    can then earn the reward."""
+    tool: float = 0.0
+    """Weight of the rewards that tools return. 0 ignores them, and warns once a tool if there are any."""
+    turn: float = 0.0
+    """Weight of the scores that an interaction gives to turns. 0 as for tool."""
+    turn_merge: Literal["sum", "mean", "last", "max"] = "sum"
+    """How the scores of a trajectory's turns become one."""
+    valid_call: float = 0.0
+    """Added once to the reward of a trajectory that made a successful tool call: shaping against tool collapse."""
+    invalid_call: float = 0.0
+    """Times the share of calls that could not be executed (bad JSON, unknown tool, bad arguments). Usually negative."""
+    anneal_steps: CountOrZero = 0
+    """The four weights above fall linearly from their value at step 0 to 0 at this step. 0: they stay."""
+    overlong: NonNegative = 0.0
+    """The most that DAPO's soft over-long penalty takes off (arXiv:2503.14476, eq. 13). Not annealed."""
+    overlong_buffer_tokens: CountOrZero = 0
+    """That penalty grows over the last so many tokens before limits.max_trajectory_tokens. Prompt and observations
+    count towards the limit, as everywhere."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +288,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
