@@ -23,8 +23,9 @@ class Profile:
     """"row": only the tools named in the row's tools_kwargs are offered, where it has any."""
     create_kwargs: Literal["spread", "nested"]
     """create(instance_id, **create_kwargs), or create(create_kwargs=...)."""
-    schema_fields: Literal["as_written", "all_fields"]
-    """The tool schemas in the prompt: as written, or with verl's null fields (strict: false, enum: null)."""
+    schema_fields: Literal["as_written", "set_fields", "all_fields"]
+    """The tool schemas in the prompt: as written; in verl's order of fields; or that with what it fills in (strict:
+    false, enum: null). Nothing is left out in any of them but nulls."""
     left_keeps: Literal["head", "tail"]
     """What tool_response_truncate_side "left" keeps."""
     last_user_message: bool
@@ -67,7 +68,7 @@ PROFILES: dict[ProfileName, Profile] = {
         tool_lifetime="call",
         offered_tools="all",
         create_kwargs="nested",
-        schema_fields="as_written",
+        schema_fields="set_fields",
         left_keeps="head",
         last_user_message=True,
         tool_rounds_are_user_turns=True,
@@ -79,7 +80,7 @@ PROFILES: dict[ProfileName, Profile] = {
         tool_lifetime="call",
         offered_tools="all",
         create_kwargs="nested",
-        schema_fields="as_written",
+        schema_fields="set_fields",
         left_keeps="tail",
         last_user_message=True,
         tool_rounds_are_user_turns=True,

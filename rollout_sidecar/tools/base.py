@@ -2,14 +2,17 @@
 
 The sidecar calls `create` once for each trajectory that may use the tool, `execute` for each call, then `calc_reward`
 and `release` once, also when the trajectory fails or is aborted. So state kept under the instance id lasts for the
-trajectory and is seen by nobody else.
+trajectory and is seen by nobody else. In verl's profiles B and C (`rollout_sidecar.profiles`) an instance lasts for one
+call only.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 from rollout_sidecar.errors import ToolError
+from rollout_sidecar.tools.schemas import OpenAIFunctionToolSchema, read_schema
 
 
 class ToolFailure(ToolError):
@@ -46,7 +49,10 @@ class ToolResponse:
 class BaseTool:
     """A tool. Subclasses implement `execute`, and the other methods if they keep state."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
+    idempotent: bool = False
+    """A call may safely be made again after it failed: only such tools are retried."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Mapping[str, Any] | None):
         """Made once, when the sidecar starts.
 
         Args:
@@ -54,12 +60,14 @@ class BaseTool:
             tool_schema: the entry's OpenAI function schema; None takes the class's own.
         """
         self.config = config
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
-        self.name: str = self.tool_schema["function"]["name"]
+        self.tool_schema: OpenAIFunctionToolSchema = read_schema(
+            tool_schema or self.get_openai_tool_schema(), type(self).__name__
+        )
+        self.name: str = self.tool_schema.function.name
 
-    def get_openai_tool_schema(self) -> dict[str, Any]:
+    def get_openai_tool_schema(self) -> Mapping[str, Any]:
         """The schema shown to the policy. A class that has its own returns it here."""
-        schema = getattr(self, "tool_schema", None)
+        schema: Mapping[str, Any] | None = getattr(self, "tool_schema", None)
         if schema is None:
             raise ValueError(
                 f"{type(self).__name__} has no schema of its own: give the entry a tool_schema"

@@ -1,114 +1,220 @@
-"""Reads verl's tool_config YAML and makes its tools.
+"""Reads verl's tool_config YAML files, and Python files of function tools, and makes their tools.
 
     tools:
-      - class_name: rollout_sidecar.tools.calculator.CalculatorTool   # import path of a BaseTool
+      - class_name: rollout_sidecar.tools.calculator.CalculatorTool   # import path of a BaseTool, or of a function
         config: {type: native}
         tool_schema: {type: function, function: {name: ..., description: ..., parameters: {...}}}
+      - function: my_tools.py:convert                                  # a function in a file
+      - class_name: verl.tools.mcp_base_tool.MCPBaseTool               # the tools of MCP servers
+        config: {type: mcp}
+        mcp: {mcp_servers_config_path: mcp_server.json}
+
+A path that ends in .py is verl's function_tool_path: all functions in it that are decorated with @function_tool.
 
 Differs from verl: schemas reach the policy unchanged (verl drops nested properties, items and defaults), tool_schema
-may be left to the class for every tool, config.type may be left out, and two tools of one name are an error.
+may be left to the class for every tool, config.type may be left out, a null key is an absent one everywhere, and two
+tools of one name are an error. Relative paths are looked for from the working folder, then beside the file.
 """
 
-import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rollout_sidecar.profiles import Profile, get_profile
 from rollout_sidecar.tools.base import BaseTool
+from rollout_sidecar.tools.function_tool import FunctionTool, is_function_tool
+from rollout_sidecar.tools.schemas import OpenAIFunctionToolSchema, read_schema, shown_schema
+from rollout_sidecar.verl_names import import_user_object, load_user_file
+
+StrPath = str | PathLike[str]
+
+_KEYS = ("class_name", "config", "tool_schema", "mcp", "function")
+_METHODS = ("create", "execute", "calc_reward", "release")
 
 
-def load_tools(path: str | Path) -> dict[str, BaseTool]:
-    """The tools of a tool_config file by name, in its order. ValueError names the file and the entry at fault."""
-    entries = _read_entries(Path(path))
+def load_tools(path: StrPath, *, profile: Profile | str = "default") -> dict[str, BaseTool]:
+    """The tools of one file by name, in its order. ValueError names the file and the entry at fault.
+
+    Args:
+        path: a tool_config YAML without mcp entries, or a .py file of function tools.
+        profile: decides how schemas look in the prompt.
+    """
     tools: dict[str, BaseTool] = {}
-    for i, entry in enumerate(entries):
-        where = f"{path}: tools[{i}]"
-        tool = _make_tool(entry, where)
-        if tool.name in tools:
-            raise ValueError(f"{where}: a tool named {tool.name!r} comes earlier in the file")
-        tools[tool.name] = tool
+    for where, entry, file in _entries([path]):
+        if _is_mcp(entry):
+            raise ValueError(
+                f"{where}: tools of MCP servers need a running event loop; use open_tools"
+            )
+        _add(tools, _make_tools(entry, where, file), where, profile)
     return tools
 
 
-def _read_entries(file: Path) -> list[Any]:
+async def open_tools(
+    paths: StrPath | Sequence[StrPath], *, profile: Profile | str = "default"
+) -> dict[str, BaseTool]:
+    """The tools of several files by name, those of MCP servers included. ValueError names file and entry.
+
+    Nothing is started: `startup` is the caller's to call. MCP servers are asked for their tools.
+    """
+    tools: dict[str, BaseTool] = {}
+    for where, entry, file in _entries([paths] if isinstance(paths, str | PathLike) else paths):
+        if _is_mcp(entry):
+            from rollout_sidecar.tools.mcp.tools import (
+                open_mcp_tools,
+            )  # only who has servers needs mcp
+
+            made = await open_mcp_tools(entry, where=where, base_dir=file.parent)
+            _add(tools, made.values(), where, profile)
+        else:
+            _add(tools, _make_tools(entry, where, file), where, profile)
+    return tools
+
+
+def read_entries(path: StrPath) -> list[tuple[str, dict[str, Any]]]:
+    """The entries of a tool_config file, each with its place in words, without null keys. ValueError as above."""
+    file = Path(path)
     if not file.is_file():
         raise ValueError(f"{file}: no such tool_config file")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f"{file}: expected a list under the key `tools`")
-    return entries
+    return [
+        (where, _checked(entry, where))
+        for where, entry in ((f"{path}: tools[{i}]", entry) for i, entry in enumerate(entries))
+    ]
 
 
-def _make_tool(entry: Any, where: str) -> BaseTool:
+def find_file(name: str, base_dir: Path, where: str) -> Path:
+    """A file that a setting names: from the working folder, as verl does, or else beside the file that names it."""
+    for file in (Path(name), base_dir / name):
+        if file.is_file():
+            return file
+    raise ValueError(f"{where}: {name}: no such file (looked in {Path.cwd()} and {base_dir})")
+
+
+def _entries(paths: Iterable[StrPath]) -> Iterable[tuple[str, dict[str, Any], Path]]:
+    for path in paths:
+        if str(path).endswith(".py"):
+            yield str(path), {"function": str(path)}, Path(path)
+        else:
+            yield from ((where, entry, Path(path)) for where, entry in read_entries(path))
+
+
+def _checked(entry: Any, where: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: expected a mapping with class_name, got {entry!r}")
-    # In verl's files an empty key means that it is absent.
     entry = {key: value for key, value in entry.items() if value is not None}
-    unknown = sorted(set(entry) - {"class_name", "config", "tool_schema", "mcp"})
+    unknown = sorted(map(str, set(entry) - set(_KEYS)))
     if unknown:
         raise ValueError(
-            f"{where}: unknown key {unknown[0]!r}; an entry has class_name, config, tool_schema and mcp"
+            f"{where}: unknown key {unknown[0]!r}; an entry has class_name, config, tool_schema and mcp, "
+            "or function instead of class_name"
         )
-    config = _mapping(entry, "config", where)
-    kind = config.get("type") or "native"
-    if kind == "mcp" or "mcp" in entry:
-        raise ValueError(
-            f"{where}: mcp tools come with a later version; wrap the server in a BaseTool"
-        )
-    if kind != "native":
+    for key in ("config", "tool_schema", "mcp"):
+        if not isinstance(entry.get(key, {}), dict):
+            raise ValueError(f"{where}: {key} must be a mapping, got {entry[key]!r}")
+    config = {key: value for key, value in entry.get("config", {}).items() if value is not None}
+    kind = config.get("type", "mcp" if "mcp" in entry else "native")
+    if kind not in ("native", "mcp"):
         raise ValueError(f"{where}: config.type is {kind!r}, expected native or mcp")
-    if "class_name" not in entry:
-        raise ValueError(f"{where}: class_name is missing (the import path of a BaseTool)")
-    schema = _mapping(entry, "tool_schema", where) or None
-    if schema is not None:
-        _check_schema(schema, where)
-    tool_class = _import_class(str(entry["class_name"]), where)
+    if kind == "mcp" and "mcp" not in entry:
+        raise ValueError(f"{where}: config.type is mcp, so the entry needs the key mcp")
+    if kind == "native" and "mcp" in entry:
+        raise ValueError(f"{where}: the entry has the key mcp, so config.type must be mcp")
+    if kind == "native" and ("class_name" in entry) == ("function" in entry):
+        raise ValueError(
+            f"{where}: class_name is missing (the import path of a BaseTool, or of a function)"
+            if "class_name" not in entry
+            else f"{where}: class_name and function are both there; keep one"
+        )
+    return {**entry, "config": config}
+
+
+def _is_mcp(entry: dict[str, Any]) -> bool:
+    return "mcp" in entry
+
+
+def _make_tools(entry: dict[str, Any], where: str, file: Path) -> list[Any]:
+    """The tool of an entry, or the tools of a whole Python file. Any: users' tools need not be subclasses of ours."""
+    config = entry.get("config", {})
+    schema = entry.get("tool_schema")
+    checked = None if schema is None else read_schema(schema, where)
+    if "class_name" in entry:
+        name = str(entry["class_name"])
+        return [_make_tool(import_user_object(name, where), name, config, checked, where)]
+    path, colon, name = str(entry["function"]).rpartition(":")
+    if not colon:
+        path, name = name, ""
+    if not path.endswith(".py"):
+        raise ValueError(f"{where}: function {entry['function']!r} must be path/to/file.py:name")
+    module = load_user_file(find_file(path, file.parent, where), where)
+    if not name:
+        return [FunctionTool(function, config) for function in _decorated(module, where)]
+    if not hasattr(module, name):
+        raise ValueError(f"{where}: {path} has no function {name!r}")
+    return [_make_tool(getattr(module, name), name, config, checked, where)]
+
+
+def _decorated(module: Any, where: str) -> list[Any]:
+    """The functions of a file that are tools; where verl itself is installed, its decorator keeps them in a table."""
+    table = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
+    theirs = {
+        entry.fn: FunctionTool(entry.fn, {}, read_schema(entry.tool_schema, where)).tool_schema
+        for entry in table.values()
+        if entry.fn.__module__ == module.__name__
+    }
+    for function, schema in theirs.items():
+        function.tool_schema = schema
+    functions = [value for value in vars(module).values() if is_function_tool(value)]
+    if not functions:
+        raise ValueError(f"{where}: the file has no function decorated with @function_tool")
+    return functions
+
+
+def _make_tool(
+    found: Any,
+    name: str,
+    config: dict[str, Any],
+    schema: OpenAIFunctionToolSchema | None,
+    where: str,
+) -> Any:
+    if inspect.isroutine(found):
+        found_class, arguments = FunctionTool, {"function": found}
+    else:
+        missing = [method for method in _METHODS if not hasattr(found, method)]
+        if not isinstance(found, type) or missing:
+            raise ValueError(
+                f"{where}: {name} is not a tool: it lacks {', '.join(missing) or 'a class'}"
+            )
+        found_class, arguments = found, {}
     try:
-        tool = tool_class(config, schema)
+        # By keyword, as verl does: the order is the user's own.
+        return found_class(**arguments, config=config, tool_schema=schema)
     except Exception as error:
         # Foreign code: say whose it was.
-        raise ValueError(f"{where}: {entry['class_name']} could not be made: {error!r}") from error
-    if schema is None:
-        _check_schema(tool.tool_schema, f"{where}: the schema of {entry['class_name']}")
-    return tool
+        raise ValueError(f"{where}: {name} could not be made: {error!r}") from error
 
 
-def _mapping(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = entry.get(key, {})
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: {key} must be a mapping, got {value!r}")
-    return value
-
-
-def _check_schema(schema: dict[str, Any], where: str) -> None:
-    function = schema.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: tool_schema.function.name is missing")
-
-
-def _import_class(path: str, where: str) -> type[BaseTool]:
-    module_name, _, class_name = path.rpartition(".")
-    if not module_name:
-        raise ValueError(f"{where}: class_name {path!r} must be an import path, module.Class")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"{where}: cannot import {module_name} for class_name {path!r}: {error} (is it on PYTHONPATH?)"
-        ) from error
-    found = getattr(module, class_name, None)
-    if found is None:
-        raise ValueError(f"{where}: {module_name} has no class {class_name}")
-    missing = [
-        name for name in ("create", "execute", "calc_reward", "release") if not hasattr(found, name)
-    ]
-    if not isinstance(found, type) or missing:
-        raise ValueError(
-            f"{where}: {path} is not a tool: it lacks {', '.join(missing) or 'a class'}"
-        )
-    return found
+def _add(
+    tools: dict[str, BaseTool], made: Iterable[Any], where: str, profile: Profile | str
+) -> None:
+    """Gives each tool the schema that the prompt is to show, and puts it under its name."""
+    profile = get_profile(profile) if isinstance(profile, str) else profile
+    for tool in made:
+        kind = type(tool).__name__
+        given = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
+        schema = read_schema(given, f"{where}: the schema of {kind}")
+        tool.tool_schema = shown_schema(schema, profile.schema_fields)
+        tool.name = schema.function.name
+        if tool.name in tools:
+            raise ValueError(f"{where}: a tool named {tool.name!r} comes earlier")
+        tools[tool.name] = tool
