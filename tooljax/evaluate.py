@@ -4,6 +4,7 @@ Seeds derive from the run's seed and the problem only, so that two policies, or 
 are measured on the same draws.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -35,14 +36,19 @@ class Evaluation:
     """Under eval/."""
 
     @property
+    def scored(self) -> int:
+        """Trajectories that have a reward: one whose reward function failed is neither right nor wrong."""
+        return sum(trajectory.scored for trajectory in self.trajectories)
+
+    @property
     def accuracy(self) -> float:
-        """Share of correct trajectories."""
-        return self.correct / len(self.trajectories)
+        """Share of correct trajectories among the scored ones; NaN if there are none."""
+        return self.correct / self.scored if self.scored else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
         """95 % Wilson interval of the accuracy."""
-        return wilson(self.correct, len(self.trajectories))
+        return wilson(self.correct, self.scored) if self.scored else (0.0, 1.0)
 
 
 def evaluate(
@@ -68,14 +74,15 @@ def evaluate(
     trajectories = [trajectory for group in groups for trajectory in group]
     correct = sum(is_correct(trajectory) for trajectory in trajectories)
     metrics = {f"eval/{name}": value for name, value in rollout_metrics(trajectories).items()}
-    return Evaluation(
-        trajectories, correct, metrics | {"eval/accuracy": correct / len(trajectories)}
-    )
+    evaluation = Evaluation(trajectories, correct, metrics)
+    if evaluation.scored:
+        metrics["eval/accuracy"] = evaluation.accuracy
+    return evaluation
 
 
 def is_correct(trajectory: Trajectory) -> bool:
     """Whether the reward function called the answer right."""
-    return trajectory.metrics.get("acc", trajectory.reward) >= 0.5
+    return trajectory.scored and trajectory.metrics.get("acc", trajectory.reward) >= 0.5
 
 
 def replace_tools(task: Task) -> Task:

@@ -44,6 +44,9 @@ REGISTRY: dict[str, Metric] = {
     "rollout/aborted_frac": Metric(
         "Trajectories that were aborted; in no other metric.", "fraction"
     ),
+    "rollout/unscored_frac": Metric(
+        "Trajectories whose reward failed; in no mean of rewards or accuracies.", "fraction"
+    ),
     "rollout/untrainable_frac": Metric("Trajectories left out of the loss.", "fraction"),
     "rollout/turns/mean": Metric("Policy generations in a trajectory.", "turns"),
     "rollout/prompt_tokens/mean": Metric("Tokens of the prompt.", "tokens"),
@@ -177,12 +180,20 @@ def pass_metrics(correct: Sequence[Sequence[bool]]) -> dict[str, float]:
 
 
 def _reward_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = np.array([t.reward for t in kept], np.float64)
+    metrics = {"rollout/unscored_frac": _mean([not t.scored for t in kept])}
+    rewards = np.array([t.reward for t in kept if t.scored], np.float64)
+    if not len(rewards):
+        return metrics
     terms = {
         f"reward/terms/{_clean(term)}/mean": _mean(values)
         for term, values in _columns(t.reward_terms for t in kept).items()
     }
-    return {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()), **terms}
+    return {
+        **metrics,
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        **terms,
+    }
 
 
 def _reported_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:

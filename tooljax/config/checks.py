@@ -1,5 +1,6 @@
 """What must hold between settings, beyond the type of each: asked of every config that is read."""
 
+import json
 from collections.abc import Iterator, Mapping
 
 from tooljax.config.errors import ConfigError
@@ -39,6 +40,7 @@ def _problems(config: Config) -> Iterator[Problem]:
     yield from _sampling(config)
     yield from _lengths(config)
     yield from _row_lengths(config)
+    yield from _reward(config)
     if config.evaluate.every_steps and not config.data.eval:
         yield (
             ("evaluate.every_steps", "data.eval"),
@@ -62,6 +64,28 @@ def _sampling(config: Config) -> Iterator[Problem]:
                 f"sampling.{name}={value} samples from a truncated support, which the trainer does not "
                 f"replay yet, so its log-probs would be of another distribution; set sampling.{name} = {off}",
             )
+
+
+def _reward(config: Config) -> Iterator[Problem]:
+    reward, longest = config.reward, config.limits.max_trajectory_tokens
+    if reward.function_kwargs:
+        try:
+            kwargs = json.loads(reward.function_kwargs)
+        except ValueError:
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            yield (
+                ("reward.function_kwargs",),
+                f"reward.function_kwargs={reward.function_kwargs!r} is not a JSON object; write for example "
+                """'{"format_score": 0.1}'""",
+            )
+    if reward.overlong and not 0 < reward.overlong_buffer_tokens < longest:
+        yield (
+            ("reward.overlong", "reward.overlong_buffer_tokens", "limits.max_trajectory_tokens"),
+            f"reward.overlong={reward.overlong:g} needs reward.overlong_buffer_tokens from 1 to below "
+            f"limits.max_trajectory_tokens={longest}, got {reward.overlong_buffer_tokens}; "
+            f"set it, for example to {max(longest // 5, 1)}",
+        )
 
 
 def _lengths(config: Config) -> Iterator[Problem]:

@@ -210,7 +210,7 @@ def _unknown(target: str) -> str:
     if section in SECTIONS:
         same_name = [path for path in everything if path.endswith(f".{name}")]
         near = _closest(name, SECTIONS[section])
-        meant = f"{section}.{near}" if near else next(iter(same_name), None)
+        meant = f"{section}.{near}" if near else next(iter(same_name), None) or _moved(name)
         what, known = f"section {section!r} has no field {name!r}", SECTIONS[section]
     else:
         near = _closest(section, SECTIONS)
@@ -220,6 +220,20 @@ def _unknown(target: str) -> str:
     return f"{what} ({target}). " + (
         f"Did you mean {meant}?" if meant else f"There are: {', '.join(known)}."
     )
+
+
+def _moved(name: str) -> str | None:
+    """The field of another section whose section and name together make this name: valid_call_reward, data_seed."""
+    spelled = {
+        words: f"{home}.{field}"
+        for home, fields in SECTIONS.items()
+        for field in fields
+        for words in (f"{home}_{field}", f"{field}_{home}")
+    }
+    if name in SECTIONS:
+        return f"section {name}"
+    near = difflib.get_close_matches(name, list(spelled), n=1, cutoff=0.75)
+    return spelled[near[0]] if near else None
 
 
 def _choices(hint: Any) -> list[str]:
