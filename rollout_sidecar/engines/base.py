@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from rollout_sidecar.protocol import SamplingParams
+from rollout_sidecar.protocol import SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,9 @@ class GenerateResult:
     """Under the sampled distribution: after temperature, top-k and top-p. Greedy: untempered."""
     finish: Literal["stop", "length", "aborted"]
     policy_version: int
+    """The version that sampled the last token."""
+    version_spans: list[VersionSpan] = field(default_factory=list)
+    """Positions in token_ids by version, where weights were swapped during the turn; [] if one version sampled all."""
     cached_tokens: int = 0
 
 

@@ -1,0 +1,93 @@
+"""How SGLang is started: which releases, and with which arguments."""
+
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import sglang
+
+_log = logging.getLogger(__name__)
+
+OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+"""The releases that this was tried with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangOptions:
+    """What the engine is started with, beside the model."""
+
+    dtype: str = "bfloat16"
+    tensor_parallel: int = 1
+    max_running: int = 256
+    """Generations at once; more wait in SGLang's queue."""
+    memory_fraction: float = 0.85
+    """Of the GPU's memory, for weights and KV cache together."""
+    deterministic: bool = False
+    """The same seed gives the same tokens whatever else runs, at some cost in speed. Off, seeds are ignored."""
+    float32_head: bool = False
+    """The LM head's product in float32, as the trainer's."""
+    memory_saver: bool = False
+    """Weights and KV cache can be released while a trainer uses the same GPU (needs torch_memory_saver)."""
+    bucket_bytes: int = 2**30
+    """Weights are handed to the schedulers in pieces of this size."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of sglang.Engine, which win over ours."""
+    any_version: bool = False
+    """Also run a release that this was not tried with."""
+
+
+def engine_arguments(
+    model_path: str, max_model_tokens: int, options: SglangOptions
+) -> dict[str, Any]:
+    """The arguments of sglang.Engine."""
+    arguments: dict[str, Any] = {
+        "model_path": model_path,
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype,
+        "tp_size": options.tensor_parallel,
+        "context_length": max_model_tokens,
+        "max_running_requests": options.max_running,
+        "mem_fraction_static": options.memory_fraction,
+        "enable_deterministic_inference": options.deterministic,
+        "enable_fp32_lm_head": options.float32_head,
+        "enable_memory_saver": options.memory_saver,
+        "enable_metrics": True,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "random_seed": 0,
+        "log_level": "warning",
+    }
+    return arguments | dict(options.extra)
+
+
+def check_version(*, any_version: bool) -> None:
+    """ValueError if SGLang is missing, or its release is not one of those that this was tried with."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            "--engine sglang needs SGLang: pip install 'tooljax[sidecar]' on a machine with a GPU"
+        ) from None
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    if not OLDEST <= numbers <= NEWEST and not any_version:
+        low, high = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+        raise ValueError(
+            f"SGLang {found} is installed, and this sidecar was tried with {low} to {high}: install one of "
+            "those, or give --any_sglang_version"
+        )
+
+
+def make_engine(arguments: dict[str, Any]) -> "sglang.Engine":
+    """Starts SGLang's processes and waits until they serve. Arguments that this release does not know are left out."""
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    known = set(inspect.signature(ServerArgs).parameters)
+    unknown = sorted(set(arguments) - known)
+    if unknown:
+        _log.warning("SGLang %s has no arguments %s: left out", sglang.__version__, unknown)
+    return sglang.Engine(**{key: value for key, value in arguments.items() if key in known})
