@@ -99,7 +99,7 @@ def import_user_object(path: str, where: str, *, key: str = "class_name") -> Any
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
-            f"{where}: cannot import {module_name} for {key} {path!r}: {error} (is it on PYTHONPATH?)"
+            f"{where}: cannot import {module_name} for {key} {path!r}: {_describe(error)} (is it on PYTHONPATH?)"
         ) from error
     except Exception as error:
         # Foreign code: say whose it was.
@@ -131,7 +131,7 @@ def load_user_file(file: Path, where: str) -> types.ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"{where}: {file} could not be loaded: {error!r}") from error
+        raise ValueError(f"{where}: {file} could not be loaded: {_describe(error)}") from error
     return module
 
 
@@ -168,20 +168,31 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class _Module(types.ModuleType):
     """A module of the table."""
 
+    def __init__(self, name: str, doc: str):
+        super().__init__(name, doc)
+        self.__file__ = __file__  # so that "cannot import name ..." says where it looked
+
     def __getattr__(self, name: str) -> Any:
-        names = MODULES[self.__name__]
-        if name in names:
-            module_name, _, ours = names[name].partition(":")
-            return getattr(importlib.import_module(module_name), ours)
-        if name.startswith("__") or f"{self.__name__}.{name}" in MODULES:
-            raise AttributeError(name)  # as of any module
-        raise ImportError(
-            f"cannot import name {name!r} from {self.__name__!r}: verl is not installed, and of this module tooljax "
-            f"has {_names(names) or 'no names'} only"
-        )
+        try:
+            module_name, _, ours = MODULES[self.__name__][name].partition(":")
+        except KeyError:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from None
+        return getattr(importlib.import_module(module_name), ours)
 
 
 _FINDER = _Finder()
+
+
+def _describe(error: Exception) -> str:
+    """The error, and for a name that verl would have had, which ones there are."""
+    text = f"{error}" if isinstance(error, ImportError) else f"{error!r}"
+    if not isinstance(error, ImportError) or isinstance(error, ModuleNotFoundError):
+        return text
+    module = error.name or ""
+    if not isinstance(sys.modules.get(module), _Module):
+        return text
+    names = _names(MODULES[module]) or "no names"
+    return f"{text}: verl is not installed, and of {module} tooljax has {names} only"
 
 
 def _is_package(name: str) -> bool:

@@ -86,6 +86,7 @@ def test_fields_that_arrow_adds_are_missing(tmp_path):
     assert first.tools_kwargs == {"calculator": {"create_kwargs": {"ground_truth": "4"}}}
     assert second.messages == with_search["prompt"]
     assert second.extra_info == with_search["extra_info"]
+    assert (second.interaction, first.interaction) == ("gsm8k", "")
     assert second.tools == ["search"]
     assert second.tools_kwargs == with_search["extra_info"]["tools_kwargs"]
     assert third.tools_kwargs == {"search": {"create_kwargs": {"key": "k"}}}

@@ -1,7 +1,8 @@
 """Reads data files: rows of Parquet, JSON and JSON Lines, and verl's multi-turn records among them as tasks.
 
 verl's record (its data_preprocess scripts write it): data_source, prompt (messages), reward_model.ground_truth,
-extra_info (tools_kwargs, tool_selection and whatever the reward function reads), agent_name.
+extra_info (tools_kwargs, interaction_kwargs, tool_selection and whatever the reward function reads), agent_name.
+tools_kwargs and interaction_kwargs may also be columns of their own.
 
 Arrow gives every row the fields of all rows, None where a row had none, so None means missing at every level; only
 the ground truth is kept as it is. Differs from verl: a record that cannot be read is an error that names file, row and
@@ -9,6 +10,7 @@ field when the files are opened, not a surprise in the middle of a run.
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -29,53 +31,91 @@ StrPath = str | PathLike[str]
 AGENT_NAMES = ("tool_agent", "single_turn_agent")
 """verl's own agent loops. The second has no tools."""
 
+DEFAULT_INTERACTION = "gsm8k"
+"""The interaction of a record whose interaction_kwargs name none, as in verl up to 0.6."""
+
 _LINES = (".jsonl", ".ndjson")
 
+_log = logging.getLogger(__name__)
 
-def read_tasks(paths: Sequence[StrPath], *, max_rows: int = 0) -> list[Task]:
+
+def read_tasks(
+    paths: Sequence[StrPath],
+    *,
+    max_rows: int = 0,
+    prompt_key: str = "prompt",
+    reward_key: str = "data_source",
+) -> list[Task]:
     """The tasks of verl records, file by file, in order; at most the first `max_rows` rows of each file, 0 for all.
 
     A task_id is "<file name without suffix>:<row in the file>". Files of the same name get "#2", "#3", ... in the order
-    given, so the ids are unique and the same in every run.
+    given, so the ids are unique and the same in every run. The keys are verl's data.prompt_key and data.reward_fn_key.
     """
-    return [
-        to_task(row.values, task_id=row_id, where=row.where)
-        for row_id, row in read_all(paths, max_rows=max_rows)
-    ]
+    tasks = []
+    without_kwargs = []
+    for row_id, row in read_all(paths, max_rows=max_rows):
+        task = to_task(
+            row.values,
+            task_id=row_id,
+            where=row.where,
+            prompt_key=prompt_key,
+            reward_key=reward_key,
+        )
+        tasks.append(task)
+        if task.extra_info.get("need_tools_kwargs") and not task.tools_kwargs:
+            without_kwargs.append(row.where)
+    if without_kwargs:
+        _log.warning(
+            "%d rows say need_tools_kwargs but have no tools_kwargs, the first is %s",
+            len(without_kwargs),
+            without_kwargs[0],
+        )
+    return tasks
 
 
-def to_task(record: Mapping[str, Any], *, task_id: str, where: str = "the record") -> Task:
+def to_task(
+    record: Mapping[str, Any],
+    *,
+    task_id: str,
+    where: str = "the record",
+    prompt_key: str = "prompt",
+    reward_key: str = "data_source",
+) -> Task:
     """One verl record as a task. ValueError, starting with `where`, names the field that cannot be read.
 
     Tools: agent_name "single_turn_agent" offers none; else extra_info.tool_selection names them; without one, or with
-    an empty one as in verl, all of the sidecar's are offered.
+    an empty one as in verl, all of the sidecar's are offered. Interaction: the `name` of interaction_kwargs.
     """
     values = {key: value for key, value in record.items() if value is not None}
     for column in ("images", "videos"):
         if len(values.get(column, ())):
             raise ValueError(f"{where}: {column} is not empty; only text can be trained on")
-    if "prompt" not in values:
+    if prompt_key not in values:
         raise ValueError(
-            f"{where}: prompt is missing (the row has: {', '.join(values) or 'nothing'}); a verl record has "
+            f"{where}: {prompt_key} is missing (the row has: {', '.join(values) or 'nothing'}); a verl record has "
             "prompt, a list of {role, content} messages, which `python -m tooljax.data.prepare` makes from raw data"
         )
     extra_info = _object(values, "extra_info", where)
-    data_source = values.get("data_source", "")
+    data_source = values.get(reward_key, "")
     if not isinstance(data_source, str):
-        raise ValueError(f"{where}: data_source must be text, got {shown(data_source)}")
+        raise ValueError(f"{where}: {reward_key} must be text, got {shown(data_source)}")
     truth = (values.get("reward_model") or {}) if "reward_model" in values else {}
     if not isinstance(truth, Mapping):
         raise ValueError(
             f"{where}: reward_model must be an object with ground_truth, got {shown(truth)}"
         )
+    agent_name = values.get("agent_name", "tool_agent")
+    interaction, interaction_kwargs = _interaction(agent_name, extra_info, values, where)
     return Task(
         task_id=task_id,
-        messages=read_messages(values["prompt"], field="prompt", where=where),
+        messages=read_messages(values[prompt_key], field=prompt_key, where=where),
         data_source=data_source,
         ground_truth=_plain(truth.get("ground_truth"), "reward_model.ground_truth", where),
         extra_info=extra_info,
-        tools=_offered_tools(values.get("agent_name", "tool_agent"), extra_info, where),
-        tools_kwargs=_tools_kwargs(extra_info, where),
+        tools=_offered_tools(agent_name, extra_info, where),
+        tools_kwargs=_tools_kwargs(extra_info, values, where),
+        interaction=interaction,
+        interaction_kwargs=interaction_kwargs,
     )
 
 
@@ -132,12 +172,38 @@ def _offered_tools(agent_name: Any, extra_info: dict[str, Any], where: str) -> l
     return selection or None
 
 
-def _tools_kwargs(extra_info: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    tools_kwargs = _object(extra_info, "tools_kwargs", where, parent="extra_info.")
+def _tools_kwargs(
+    extra_info: dict[str, Any], values: Mapping[str, Any], where: str
+) -> dict[str, dict[str, Any]]:
+    tools_kwargs, parent = _kwargs("tools_kwargs", extra_info, values, where)
     return {
-        name: _object(tools_kwargs, name, where, parent="extra_info.tools_kwargs.")
+        name: _object(tools_kwargs, name, where, parent=f"{parent}tools_kwargs.")
         for name in tools_kwargs
     }
+
+
+def _interaction(
+    agent_name: Any, extra_info: dict[str, Any], values: Mapping[str, Any], where: str
+) -> tuple[str, dict[str, Any]]:
+    """The interaction's name and what it is started with, which includes the name, as in verl."""
+    kwargs, parent = _kwargs("interaction_kwargs", extra_info, values, where)
+    if not kwargs or agent_name == "single_turn_agent":
+        return "", {}
+    name = kwargs.get("name", DEFAULT_INTERACTION)
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"{where}: {parent}interaction_kwargs.name must be the name of an interaction, got {shown(name)}"
+        )
+    return name, kwargs
+
+
+def _kwargs(
+    key: str, extra_info: dict[str, Any], values: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], str]:
+    """The object of that name, and where it was found: in extra_info, where verl reads it, or as a column."""
+    if extra_info.get(key) or key not in values:
+        return _object(extra_info, key, where, parent="extra_info."), "extra_info."
+    return _object(values, key, where), ""
 
 
 def _object(values: Mapping[str, Any], key: str, where: str, *, parent: str = "") -> dict[str, Any]:
