@@ -1,30 +1,43 @@
 """The token-exact record of one conversation: what the policy saw and what it sampled, token by token.
 
-Sampled ids are stored as the engine returned them and never go through text again. Messages are rendered once, when
-they arrive: the prompt as a whole, later ones as the text that they add. `loss_mask` is True exactly for ids that
-`append_completion` was given, so padding, separators and end-of-turn tokens that were inserted here never count, and
-an end-of-sequence token that was sampled does, whatever its id.
+Sampled ids are stored as the engine returned them and never go through text again. Messages are rendered when they
+arrive. `loss_mask` is True exactly for ids that `append_completion` was given, so padding, separators and end-of-turn
+tokens that were inserted here never count, and an end-of-sequence token that was sampled does, whatever its id.
 
-Texts of special tokens inside messages ("<|im_end|>" in a tool result) are encoded as plain text: only the template
-and the policy can open or close a turn.
+Some chat templates write earlier turns differently once more messages follow: Qwen3's drops the thinking before the
+last question. The context policy says what then happens.
 
-Reasoning of earlier turns is kept as sampled, also where the template would drop it (see `certify`).
+- keep: nothing. New messages are rendered as the text that they add, and earlier turns stay as they were sampled.
+- fork: the context becomes the template's text of the whole conversation, in a token stream of its own. The stream so
+  far goes to `earlier_streams`. Each token is trained on in the context in which it was sampled.
+- reject: `ContextRewrittenError`.
+
+Where the template does not rewrite anything all three give the same tokens. `escaping` says what becomes of the texts
+of control tokens inside messages.
 """
 
-import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from rollout_sidecar.errors import ContextRewrittenError, EngineError, boundary
+from rollout_sidecar.escaping import Escaper, safe
 from rollout_sidecar.formats.base import ParsedCall, ToolFormat
-from rollout_sidecar.protocol import Message, VersionSpan
-from rollout_sidecar.templates import Certificate, certify, chat_template
+from rollout_sidecar.protocol import Message, TokenStream, VersionSpan
+from rollout_sidecar.templates import chat_template, normalise
 from rollout_sidecar.tokenizer import ChatTokenizer
 
-__all__ = ["Certificate", "Conversation", "certify", "demonstration"]
+ContextPolicy = Literal["keep", "fork", "reject"]
 
-# Private-use characters around a number stand for a text that must be encoded as plain text.
-_OPEN, _CLOSE = "\U000f0000", "\U000f0001"
-_PLACEHOLDER = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+
+class Observation(list[int]):
+    """The ids that `render_observation` gives: what follows the last turn, or a whole new context if `rewrites`."""
+
+    def __init__(self, ids: Sequence[int], *, text: str, rewrites: bool = False):
+        super().__init__(ids)
+        self.text = text
+        """The same as text."""
+        self.rewrites = rewrites
+        """The ids replace the context instead of going on after it."""
 
 
 class Conversation:
@@ -36,8 +49,10 @@ class Conversation:
         tool_format: ToolFormat,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        context_policy: ContextPolicy = "keep",
     ):
-        """Renders the prompt.
+        """Renders the prompt. Raises ValueError if the chat template cannot.
 
         Args:
             messages: what the policy is asked; tool results, earlier turns and system messages may be among them.
@@ -48,21 +63,38 @@ class Conversation:
         self._tokenizer = tokenizer
         self._format = tool_format
         self._template = chat_template(tokenizer, tool_format)
-        self._tools = list(tools or [])
+        self.tools: list[dict[str, Any]] = safe(list(tools or []))
+        """OpenAI function schemas of the tools that the policy may call."""
+        self._policy = context_policy
         self._turn_texts: list[str] = []
         self._awaits_completion = True
+        format_stops = {tokenizer.token_id(text) for text in tool_format.stop_texts} - {None}
+        self._turn_end_ids = {tokenizer.end_of_turn_id, *format_stops}
+        self.stop_ids: frozenset[int] = tokenizer.stop_ids | self._turn_end_ids  # type: ignore
+        """Every id that ends a turn: the tokenizer's, and those after which this format waits for a result."""
         # A format's markers may be special tokens; calls in a turn's text need them.
-        self._unspoken = tokenizer.special_ids - {
-            tokenizer.token_id(marker) for marker in tool_format.markers
-        }
+        markers = {tokenizer.token_id(marker) for marker in tool_format.markers}
+        self._unspoken = (tokenizer.special_ids | self.stop_ids) - markers
 
-        self.messages: list[Message] = list(messages)
+        self.messages: list[Message] = safe(list(messages))
         """The conversation as text."""
-        self.escaped_special_tokens = self._count_escaped(messages)
-        """Special-token texts in messages, encoded as plain text."""
-        escaped = _Escaped(tokenizer, tool_format)
-        text = self._template.prompt(escaped.messages(messages), escaped.tools(self._tools))
-        self.token_ids: list[int] = escaped.encode(text)
+        self._history: list[Message] = normalise(messages)
+        escaper = Escaper(tokenizer, tool_format)
+        text = self._template.prompt(
+            escaper.messages(self._history), escaper.tools(self.tools) or None
+        )
+        self.escaped_special_tokens = escaper.count
+        """Control-token texts in messages and schemas, encoded as plain text."""
+        self.earlier_streams: list[TokenStream] = []
+        """Context policy fork: streams that have ended. The fields below are the current one's."""
+        self._start_stream(escaper.encode(text))
+        # What the current stream holds as text, which templates are compared with.
+        self._context = escaper.plain(text)
+        # Everything after the first prompt as if nothing had been rewritten.
+        self._said: list[int] = []
+
+    def _start_stream(self, ids: Sequence[int]) -> None:
+        self.token_ids: list[int] = list(ids)
         """Prompt, completions and observations in the order the policy saw them."""
         self.prompt_tokens = len(self.token_ids)
         self.loss_mask: list[bool] = [False] * self.prompt_tokens
@@ -70,20 +102,35 @@ class Conversation:
         self.rollout_log_probs: list[float] = [0.0] * self.prompt_tokens
         """0 where loss_mask is False."""
         self.version_spans: list[VersionSpan] = []
-        """Which policy version sampled which tokens; one span a turn."""
+        """Which policy version sampled which tokens."""
+
+    @property
+    def stream(self) -> int:
+        """Number of the current token stream: the `Turn.stream` of the turn that is sampled next, whose start and end
+        count in `token_ids`."""
+        return len(self.earlier_streams)
 
     @property
     def think_open(self) -> bool:
         """The generation prompt opens a <think> that the turn's text goes on with: give it to the format's parse."""
         return self._template.think_open
 
+    # --- turns ---
+
     def append_completion(
-        self, ids: Sequence[int], log_probs: Sequence[float], policy_version: int
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        policy_version: int,
+        version_spans: Sequence[VersionSpan] = (),
     ) -> str:
         """Appends a turn as it was sampled and returns its text, without special tokens.
 
         Its last id may be a stop id or not: what the template needs to close the turn comes with the next
         observation, with mask 0.
+
+        Args:
+            version_spans: positions in `ids` by policy version, where more than one version sampled them.
         """
         if len(ids) != len(log_probs):
             raise ValueError(f"{len(ids)} sampled ids came with {len(log_probs)} log-probs")
@@ -92,43 +139,78 @@ class Conversation:
                 "a completion follows a prompt or an observation, not another completion"
             )
         start = len(self.token_ids)
-        self.token_ids.extend(ids)
-        self.loss_mask.extend([True] * len(ids))
-        self.rollout_log_probs.extend(log_probs)
-        if ids:
-            span = VersionSpan(start=start, end=start + len(ids), policy_version=policy_version)
-            self.version_spans.append(span)
+        if ids and not version_spans:
+            version_spans = [VersionSpan(start=0, end=len(ids), policy_version=policy_version)]
+        self.version_spans += [
+            VersionSpan(start=start + s.start, end=start + s.end, policy_version=s.policy_version)
+            for s in version_spans
+        ]
+        self._extend(ids, log_probs, sampled=True)
         text = self._tokenizer.decode([id for id in ids if id not in self._unspoken])
+        self._context += self._tokenizer.decode(ids)
         self._turn_texts.append(text)
         self.messages.append({"role": "assistant", "content": text})
+        self._history.append({"role": "assistant", "content": self._template.think_prefix + text})
         self._awaits_completion = False
         return text
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
-        """The tool calls in a turn's text; knows whether the generation prompt opened a <think>."""
-        return self._format.parse(text, think_open=self.think_open)
+        """The tool calls in a turn's text; knows the tools, and whether the generation prompt opened a <think>."""
+        return self._format.parse(text, think_open=self.think_open, tools=self.tools or None)
 
-    def render_observation(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens that appending `messages` would add: the end of turn if the policy did not sample it, separator,
-        messages, generation prompt."""
+    def render_observation(self, messages: Sequence[Message]) -> Observation:
+        """The tokens of `messages` after the last turn: the end of turn if the policy did not sample it, separator,
+        messages, generation prompt. Where they rewrite the context under the policy fork, all tokens of the new one.
+
+        Raises ContextRewrittenError under the policy reject, EngineError if the chat template cannot render them.
+        """
         if self._awaits_completion:
             raise ValueError("an observation follows a completion")
-        escaped = _Escaped(self._tokenizer, self._format)
-        text = self._template.added(escaped.messages(messages), escaped.tools(self._tools))
-        if self.token_ids[-1] != self._tokenizer.end_of_turn_id or not self.loss_mask[-1]:
-            text = self._tokenizer.turn_end_text + text
-        return escaped.encode(text)
+        with boundary(EngineError, "the observation could not be rendered"):
+            added = self._with_call_ids(messages)
+            return self._appended(added) if self._policy == "keep" else self._followed(added)
 
     def append_observation(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
-        """Appends `messages`, whose tokens `ids` came from `render_observation`, with mask 0."""
+        """Appends `messages`, whose tokens `ids` came from `render_observation`, with mask 0. Starts a new stream if
+        they rewrite the context."""
         if self._awaits_completion:
             raise ValueError("an observation follows a completion")
-        self.token_ids.extend(ids)
-        self.loss_mask.extend([False] * len(ids))
-        self.rollout_log_probs.extend([0.0] * len(ids))
-        self.messages.extend(messages)
-        self.escaped_special_tokens += self._count_escaped(messages)
+        if self._policy != "keep" and not isinstance(ids, Observation):
+            raise ValueError(
+                f"context policy {self._policy} needs the Observation that render_observation returned, got a "
+                f"{type(ids).__name__}"
+            )
+        added = self._with_call_ids(messages)
+        if isinstance(ids, Observation) and ids.rewrites:
+            self._said += self._appended(added)
+            self.earlier_streams.append(
+                TokenStream(
+                    token_ids=self.token_ids,
+                    prompt_tokens=self.prompt_tokens,
+                    loss_mask=self.loss_mask,
+                    rollout_log_probs=self.rollout_log_probs,
+                    version_spans=self.version_spans,
+                )
+            )
+            self._start_stream(ids)
+            self._context = ids.text
+        else:
+            self._extend(ids, [0.0] * len(ids), sampled=False)
+            if isinstance(ids, Observation):
+                self._context += ids.text
+        escaper = Escaper(self._tokenizer, self._format)
+        escaper.messages(added)
+        self.escaped_special_tokens += escaper.count
+        self.messages.extend(safe(list(messages)))
+        self._history.extend(added)
         self._awaits_completion = True
+
+    def context_after(self, ids: Sequence[int]) -> int:
+        """Tokens in the context once `ids` of `render_observation` are appended."""
+        rewrites = isinstance(ids, Observation) and ids.rewrites
+        return len(ids) if rewrites else len(self.token_ids) + len(ids)
+
+    # --- texts for rewards ---
 
     def model_text(self) -> str:
         """What the policy wrote, one line break between turns: a reward on it cannot be earned by a tool's text."""
@@ -136,12 +218,73 @@ class Conversation:
 
     def full_text(self) -> str:
         """Everything after the prompt, observations included: what verl gives to reward functions."""
-        return self._tokenizer.decode(self.token_ids[self.prompt_tokens :], skip_special=True)
+        return self._tokenizer.decode(self._said, skip_special=True)
 
-    def _count_escaped(self, messages: Sequence[Message]) -> int:
-        escaped = _Escaped(self._tokenizer, self._format)
-        escaped.messages(messages)
-        return sum(text not in (_OPEN, _CLOSE) for text in escaped.found)
+    # --- small parts ---
+
+    def _extend(self, ids: Sequence[int], log_probs: Sequence[float], *, sampled: bool) -> None:
+        self.token_ids.extend(ids)
+        self.loss_mask.extend([sampled] * len(ids))
+        self.rollout_log_probs.extend(log_probs)
+        self._said.extend(ids)
+
+    def _appended(self, messages: Sequence[Message]) -> Observation:
+        """What `messages` add to what is there."""
+        escaper = Escaper(self._tokenizer, self._format)
+        end, text = self._template.added(
+            escaper.messages(messages), escaper.tools(self.tools) or None
+        )
+        text = self._unsampled(end) + text
+        return Observation(escaper.encode(text), text=escaper.plain(text))
+
+    def _followed(self, messages: Sequence[Message]) -> Observation:
+        """What the template writes for the whole conversation: after what is there, or instead of it."""
+        escaper = Escaper(self._tokenizer, self._format)
+        tools = escaper.tools(self.tools) or None
+        end, _ = self._template.added(escaper.messages(messages), tools)
+        whole = self._template.prompt(escaper.messages([*self._history, *messages]), tools)
+        plain = escaper.plain(whole)
+        context = self._context + self._unsampled(end)
+        added = escaper.after(whole, len(self._context)) if plain.startswith(context) else None
+        if added is not None:
+            return Observation(escaper.encode(added), text=escaper.plain(added))
+        if self._policy == "reject":
+            raise ContextRewrittenError(_rewritten(context, plain))
+        return Observation(escaper.encode(whole), text=plain, rewrites=True)
+
+    def _unsampled(self, end: str) -> str:
+        """The end of turn that the template writes, unless the policy sampled it or another one."""
+        if not self.loss_mask[-1]:
+            return end
+        last = self.token_ids[-1]
+        ended = last in self._turn_end_ids or last == self._tokenizer.token_id(end)
+        return "" if ended else end
+
+    def _with_call_ids(self, messages: Sequence[Message]) -> list[Message]:
+        """Normal messages; tool results get the ids that the policy gave to its calls."""
+        normal = normalise(messages)
+        results = [message for message in normal if message.get("role") == "tool"]
+        if results and self._turn_texts:
+            calls = self.parse_calls(self._turn_texts[-1])
+            for message, call in zip(results, calls, strict=False):
+                if call.call_id:
+                    message.setdefault("tool_call_id", call.call_id)
+        return normal
+
+
+def _rewritten(context: str, whole: str) -> str:
+    at = first_difference(context, whole)
+    return (
+        f"the chat template rewrites earlier turns: the policy saw {context[at : at + 40]!r} where the template now "
+        f"writes {whole[at : at + 40]!r} (after {context[max(0, at - 30) : at]!r}); context policy keep leaves them "
+        "as they were sampled, fork goes on in the rewritten context"
+    )
+
+
+def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The first index at which two sequences differ; the length of the shorter one if it begins the other."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def demonstration(
@@ -152,84 +295,45 @@ def demonstration(
 ) -> Conversation:
     """A conversation whose assistant turns were written by somebody else, as if the policy had sampled them.
 
-    Its tokens are those that a rollout with the same turns would have, and loss_mask is True on each turn and its end
-    of turn. Messages before the first assistant turn are the prompt. Log-probs are 0, the policy version is 0.
+    Its tokens are those that a rollout with the same turns would have (context policy keep), and loss_mask is True on
+    each turn and its end of turn. Messages before the first assistant turn are the prompt. Log-probs are 0, the policy
+    version is 0.
     """
     roles = [message.get("role") for message in messages]
     if "assistant" not in roles or roles[0] == "assistant" or roles[-1] != "assistant":
         raise ValueError(
             f"a demonstration starts with a question and ends with an assistant message, got roles {roles}"
         )
-    first = roles.index("assistant")
-    conversation = Conversation(tokenizer, tool_format, messages[:first], tools)
+    return replay(tokenizer, tool_format, messages, tools)
+
+
+def replay(
+    tokenizer: ChatTokenizer,
+    tool_format: ToolFormat,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> Conversation:
+    """`demonstration`, of messages that may end with tool results or a user too."""
+    roles = [message.get("role") for message in messages]
     template = chat_template(tokenizer, tool_format)
-    observation: list[Message] = []
-    for message in messages[first:]:
-        if message.get("role") != "assistant":
-            observation.append(message)
-            continue
-        if conversation.version_spans:
-            if not observation:
-                raise ValueError("a demonstration has two assistant messages in a row")
+    at = roles.index("assistant")
+    conversation = Conversation(tokenizer, tool_format, messages[:at], tools)
+    while at < len(messages):
+        next_turn = next(
+            (i for i in range(at + 1, len(roles)) if roles[i] == "assistant"), len(roles)
+        )
+        observation = messages[at + 1 : next_turn]
+        if not observation and next_turn < len(messages):
+            raise ValueError("a demonstration has two assistant messages in a row")
+        end = tokenizer.turn_end_text or tokenizer.token_text(tokenizer.end_of_turn_id)
+        if observation:
+            end, _ = template.added(normalise(observation), conversation.tools or None)
+        escaper = Escaper(tokenizer, tool_format)
+        text = template.assistant_text(escaper.messages(normalise([messages[at]]))[0])
+        ids = escaper.encode(text.removeprefix(template.think_prefix) + end)
+        conversation.append_completion(ids, [0.0] * len(ids), policy_version=0)
+        if observation:
             ids = conversation.render_observation(observation)
             conversation.append_observation(observation, ids)
-            observation = []
-        escaped = _Escaped(tokenizer, tool_format)
-        text = template.assistant_text(escaped.messages([message])[0])
-        ids = escaped.encode(text.removeprefix(template.think_prefix) + tokenizer.turn_end_text)
-        conversation.append_completion(ids, [0.0] * len(ids), policy_version=0)
+        at = next_turn
     return conversation
-
-
-class _Escaped:
-    """Replaces special-token texts in messages before rendering, and encodes them as plain text afterwards."""
-
-    def __init__(self, tokenizer: ChatTokenizer, tool_format: ToolFormat):
-        self._tokenizer = tokenizer
-        self._markers = frozenset(tool_format.markers)
-        self.found: list[str] = []
-
-    def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Assistant messages keep the format's markers: there they are the format, not somebody's text."""
-        return [
-            self._replace(
-                message, self._markers if message.get("role") == "assistant" else frozenset()
-            )
-            for message in messages
-        ]
-
-    def tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [self._replace(tool, frozenset()) for tool in tools]
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of rendered text. Without anything escaped it is encoded in one go, so ids equal the template's."""
-        ids: list[int] = []
-        # Splitting at a pattern with one group gives text, number, text, number, ..., text.
-        for i, piece in enumerate(_PLACEHOLDER.split(text)):
-            if i % 2:
-                ids += self._tokenizer.encode(self.found[int(piece)], plain=True)
-            elif piece:
-                ids += self._tokenizer.encode(piece)
-        return ids
-
-    def _replace(self, value: Any, keep: frozenset[str]) -> Any:
-        if isinstance(value, str):
-            # Characters that look like a placeholder's are escaped too, so that nobody can write one.
-            value = re.sub(
-                f"[{_OPEN}{_CLOSE}]", lambda match: self._placeholder(match.group()), value
-            )
-            return self._tokenizer.special_pattern.sub(
-                lambda match: (
-                    match.group() if match.group() in keep else self._placeholder(match.group())
-                ),
-                value,
-            )
-        if isinstance(value, dict):
-            return {key: self._replace(item, keep) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._replace(item, keep) for item in value]
-        return value
-
-    def _placeholder(self, text: str) -> str:
-        self.found.append(text)
-        return f"{_OPEN}{len(self.found) - 1}{_CLOSE}"

@@ -18,12 +18,20 @@ class ToolError(RolloutError):
     """A tool raised, or answered with something that is no tool result."""
 
 
+class InteractionError(RolloutError):
+    """An interaction raised, did not answer in time, or answered with something that is no reply."""
+
+
 class EngineError(RolloutError):
     """The engine raised, or sampled something that cannot be trained on."""
 
 
 class RewardError(RolloutError):
     """A reward function raised, or returned something that is no reward."""
+
+
+class ContextRewrittenError(RolloutError):
+    """The chat template rewrote what the policy saw in earlier turns, and the context policy is reject."""
 
 
 class DeadlineError(RolloutError):

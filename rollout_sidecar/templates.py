@@ -1,27 +1,36 @@
 """What a chat template can do, and conversations as its text. `rollout_sidecar.conversation` turns that into tokens.
 
-A template is asked only two things: the text of the first prompt, and the text that new messages add after an
-assistant's turn. Where it lacks something (a list of tools, a tool role, tool calls in earlier messages), the tool
-format's own text stands in. `certify` says whether the two answers add up to what the template would write for the
-whole conversation.
+A template is asked only two things: the text of a conversation up to where the policy goes on, and the text that new
+messages add after an assistant's turn. Templates differ in what they take, so each is probed once. Where it lacks
+something the nearest thing that it has stands in: the tool format's own text for a list of tools, a user message for a
+tool's result, the first user message for the system's, the format's text for tool calls.
+`rollout_sidecar.certification` says whether the two answers add up to what the template would write for the whole
+conversation.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
+from rollout_sidecar.escaping import safe
 from rollout_sidecar.formats.base import ToolFormat
+from rollout_sidecar.protocol import Message
 from rollout_sidecar.tokenizer import SENTINEL, ChatTokenizer
 
-Message = Mapping[str, Any]
+Fields = dict[str, Any]
 
-_ASKED: list[dict[str, Any]] = [
+_ASKED: list[Fields] = [
     {"role": "user", "content": "x"},
     {"role": "assistant", "content": SENTINEL},
 ]
-_PROBE_TOOL = {
+_RESULT: Fields = {
+    "role": "tool",
+    "content": "a result",
+    "name": "probe_tool",
+    "tool_call_id": "call00000",
+}
+PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": "probe_tool",
@@ -40,7 +49,15 @@ class ChatTemplate:
         self.turn_end = tokenizer.turn_end_text
         self.lists_tools, self.other_format = self._probe_tools()
         """Whether the template tells the policy about tools in this format; whether it does in another one."""
-        self.has_tool_role = self._probe_tool_role()
+        self.has_system_role = "probe system" in self._try(
+            {"role": "system", "content": "probe system"}, _ASKED[0]
+        )
+        self.merges_users = not self._try(*_ASKED, *_ASKED[:1] * 2) and bool(
+            self._try(*_ASKED, _ASKED[0])
+        )
+        """Refuses two user messages in a row."""
+        self.has_tool_role, self.results_need_calls = self._probe_tool_role()
+        """Whether it writes tool messages; whether only after an assistant's tool_calls."""
         self.has_tool_calls = self._probe_tool_calls()
         user = _ASKED[:1]
         without = tokenizer.render(user, add_generation_prompt=False)
@@ -58,48 +75,103 @@ class ChatTemplate:
         if tools and not self.lists_tools:
             prepared = _with_system_text(prepared, self._format.system_text(tools))
             tools = None
-        return self._tokenizer.render(prepared, tools)
+        return self._tokenizer.render(self._fold(prepared), tools)
 
-    def added(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
-        """The text that `messages` add after an assistant turn and its end-of-turn token: separator, messages,
-        generation prompt."""
+    def added(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> tuple[str, str]:
+        """What closes an assistant's turn when `messages` follow, and the text that they add after it: separator,
+        messages, generation prompt."""
         tools = tools if self.lists_tools else None
-        text = self._tokenizer.render([*_ASKED, *self._prepare(messages)], tools)
+        if self.results_need_calls and messages and messages[0].get("role") == "tool":
+            return self._added_to_calls(messages, tools)
+        text = self._tokenizer.render([*_ASKED, *self._fold(self._prepare(messages))], tools)
         _, found, tail = text.partition(SENTINEL)
-        if not found or not tail.startswith(self.turn_end):
-            raise ValueError(
-                f"the chat template does not write the end of turn {self.turn_end!r} after an assistant's content when "
-                f"messages follow; it wrote {tail[:60]!r}"
+        end = self.turn_end
+        if not end or not tail.startswith(end):
+            # Some end a turn with the next one's first token (GLM), or differently before another turn (gpt-oss).
+            end = self._tokenizer.leading_control(tail)
+        if not found or not end:
+            missing = (
+                f"the end of turn {self.turn_end!r}" if self.turn_end else "an end-of-turn token"
             )
-        return tail[len(self.turn_end) :]
+            raise ValueError(
+                f"the chat template does not write {missing} after an assistant's content when messages follow; it "
+                f"wrote {tail[:60]!r}"
+            )
+        return end, tail[len(end) :]
 
     def assistant_text(self, message: Message) -> str:
         """An assistant message as the policy would write it: content, then its tool calls."""
         calls = [
-            self._format.render_call(call["name"], call["arguments"])
+            (call["name"], call["arguments"])
             for call in map(_function, message.get("tool_calls") or [])
         ]
-        content = _text(message.get("content"))
-        return "\n".join([content, *calls] if content else calls)
+        return self._format.render_turn(_text(message.get("content")), calls)
 
-    def _prepare(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as this template takes them: text contents, no None, and no roles or fields it ignores."""
-        prepared: list[dict[str, Any]] = []
+    def _added_to_calls(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> tuple[str, str]:
+        """`added`, after an assistant message with as many calls as results follow."""
+        roles = [message.get("role") for message in messages]
+        count = next((i for i, role in enumerate(roles) if role != "tool"), len(roles))
+        calls = [
+            _call(
+                message.get("name") or "tool",
+                {"x": SENTINEL} if i == count - 1 else {},
+                message.get("tool_call_id") or _call_id(i),
+            )
+            for i, message in enumerate(messages[:count])
+        ]
+        calling = {"role": "assistant", "content": "", "tool_calls": calls}
+        prepared = self._fold(self._prepare([calling, *messages]))
+        text = self._tokenizer.render([_ASKED[0], *prepared], tools)
+        tail = text.partition(SENTINEL)[2]
+        ends = [*self._stop_texts(), self.turn_end]
+        found = [(tail.index(end), end) for end in ends if end and end in tail]
+        if not found:
+            raise ValueError(
+                f"the chat template writes none of the ends of turn {ends} after an assistant's tool calls; it wrote "
+                f"{tail[:60]!r}"
+            )
+        at, end = min(found)
+        return end, tail[at + len(end) :]
+
+    def _stop_texts(self) -> list[str]:
+        ids = sorted(self._tokenizer.stop_ids)
+        return [*map(self._tokenizer.token_text, ids), *self._format.stop_texts]
+
+    # --- messages as the template takes them ---
+
+    def _prepare(self, messages: Sequence[Message]) -> list[Fields]:
+        """Messages with the roles and fields that this template has; tool calls and results get ids that match."""
+        prepared: list[Fields] = []
+        open_calls: list[Fields] = []  # structured calls that have no result yet
         in_results = False
-        for message in messages:
-            fields = {key: value for key, value in message.items() if value is not None}
-            fields["content"] = _text(message.get("content"))
-            if fields.get("tool_calls"):
-                if self.has_tool_calls:
-                    fields["tool_calls"] = [
-                        {**call, "function": _function(call)} for call in fields["tool_calls"]
-                    ]
-                else:
+        calls_made = 0
+        for i, message in enumerate(messages):
+            fields = dict(message)
+            is_result = False
+            if fields.get("role") == "assistant":
+                open_calls = self._calls_of(message, messages[i + 1 :], calls_made)
+                calls_made += len(open_calls)
+                if open_calls:
+                    fields |= {
+                        "content": self._text_without_calls(message),
+                        "tool_calls": [*open_calls],
+                    }
+                elif fields.pop("tool_calls", None):
                     fields["content"] = self.assistant_text(message)
-                    del fields["tool_calls"]
-            is_result = fields.get("role") == "tool" and not self.has_tool_role
-            if is_result:
-                fields = {"role": "user", "content": self._format.render_result(fields["content"])}
+            elif fields.get("role") == "tool":
+                is_result = not self.has_tool_role or (self.results_need_calls and not open_calls)
+                if is_result:
+                    text = self._format.render_result(fields["content"])
+                    fields = {"role": "user", "content": text}
+                else:
+                    call = open_calls.pop(0) if open_calls else {}
+                    fields.setdefault("tool_call_id", call.get("id") or _call_id(calls_made))
+                    if call:
+                        fields.setdefault("name", call["function"]["name"])
             if is_result and in_results:
                 prepared[-1]["content"] += "\n" + fields["content"]
             else:
@@ -107,39 +179,108 @@ class ChatTemplate:
             in_results = is_result
         return prepared
 
-    def _probe_tools(self) -> tuple[bool, bool]:
+    def _calls_of(
+        self, message: Message, following: Sequence[Message], calls_made: int
+    ) -> list[Fields]:
+        """The calls of an assistant message as tool_calls, if the template is to write them."""
+        if message.get("tool_calls") and self.has_tool_calls:
+            calls = [{**call, "function": _function(call)} for call in message["tool_calls"]]
+            ids = self._ids_of([call["function"] for call in calls], calls_made)
+            return [
+                {"type": "function", "id": id, **call} for id, call in zip(ids, calls, strict=True)
+            ]
+        roles = [later.get("role") for later in following]
+        if not self.results_need_calls or message.get("tool_calls") or roles[:1] != ["tool"]:
+            return []
+        parsed = self._format.parse(message["content"], think_open=False)
+        results = next((i for i, role in enumerate(roles) if role != "tool"), len(roles))
+        if len(parsed) != results or any(call.error for call in parsed):
+            return []  # a call that cannot be read cannot be structured: the text stays as it was written
+        return [
+            _call(call.name, call.arguments or {}, call.call_id or _call_id(calls_made + i))
+            for i, call in enumerate(parsed)
+        ]
+
+    def _ids_of(self, functions: Sequence[Fields], calls_made: int) -> list[str]:
+        """The ids that calls have in this format (Kimi: functions.f:0), or any where it has none."""
+        ids = [_call_id(calls_made + i) for i in range(len(functions))]
         try:
-            text = self._tokenizer.render(_ASKED[:1], [_PROBE_TOOL])
+            text = self._format.render_calls([(f["name"], f["arguments"]) for f in functions])
+        except ValueError:  # this format cannot write them
+            return ids
+        parsed = self._format.parse(text)
+        if len(parsed) != len(ids):
+            return ids
+        return [call.call_id or id for call, id in zip(parsed, ids, strict=True)]
+
+    def _text_without_calls(self, message: Message) -> str:
+        text = message["content"]
+        if message.get("tool_calls"):
+            return text
+        for call in self._format.parse(text, think_open=False):
+            text = text.replace(call.raw, "", 1)
+        return text.rstrip()
+
+    def _fold(self, messages: list[Fields]) -> list[Fields]:
+        """Joins messages that this template does not take: a system message, users one after another."""
+        folded: list[Fields] = []
+        system = ""
+        for message in messages:
+            role = message.get("role")
+            if role == "system" and not self.has_system_role:
+                system += message["content"] + "\n\n"
+                continue
+            if role == "user" and system:
+                message, system = {**message, "content": system + message["content"]}, ""
+            if role == "user" and self.merges_users and folded and folded[-1]["role"] == "user":
+                text = f"{folded[-1]['content']}\n{message['content']}"
+                folded[-1] = {**folded[-1], "content": text}
+            else:
+                folded.append(message)
+        if system:
+            folded.append({"role": "user", "content": system.removesuffix("\n\n")})
+        return folded
+
+    # --- probes ---
+
+    def _try(self, *messages: Fields, tools: Sequence[Message] | None = None) -> str:
+        """The template's text, "" if it refuses the messages."""
+        try:
+            return self._tokenizer.render(messages, tools)
         except ValueError:
-            return False, False
+            return ""
+
+    def _probe_tools(self) -> tuple[bool, bool]:
+        text = self._try(_ASKED[0], tools=[PROBE_TOOL])
         listed = "probe_tool" in text
-        ours = self._format.markers[0] in text
+        ours = all(part in text for part in self._format.listing)
         return listed and ours, listed and not ours
 
-    def _probe_tool_role(self) -> bool:
-        """A template that writes any role's name and content alike has no tool role: models were not trained on it."""
+    def _probe_tool_role(self) -> tuple[bool, bool]:
+        """A template that writes any role's name and content alike has no tool role: models were not trained on it.
 
-        def rendered(role: str) -> str:
-            return self._tokenizer.render([*_ASKED, {"role": role, "content": "a result"}])
-
-        try:
-            text = rendered("tool")
-        except ValueError:
-            return False
-        try:
-            unknown = rendered("otherRole")
-        except ValueError:
-            unknown = ""
-        return "a result" in text and unknown.replace("otherRole", "tool") != text
+        Some write results only after tool_calls, and some take them without, but then refuse the next turn.
+        """
+        calling = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [_call("probe_tool", {"x": 1})],
+        }
+        answer = {"role": "assistant", "content": "y"}
+        for turn, needs_calls in ((_ASKED[1], False), (calling, True)):
+            before = (_ASKED[0], turn)
+            text = self._try(*before, _RESULT)
+            unknown = self._try(*before, {**_RESULT, "role": "otherRole"})
+            known = "a result" in text and unknown.replace("otherRole", "tool") != text
+            if known and self._try(*before, _RESULT, answer, _ASKED[0]):
+                return True, needs_calls
+        return False, False
 
     def _probe_tool_calls(self) -> bool:
-        call = {"type": "function", "function": {"name": "probe_tool", "arguments": {"x": 1}}}
-        message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        try:
-            text = self._tokenizer.render([_ASKED[0], message], add_generation_prompt=False)
-        except ValueError:
-            return False
-        return "probe_tool" in text and self._format.markers[0] in text
+        calls = [_call("probe_tool", {"x": 1})]
+        text = self._try(_ASKED[0], {"role": "assistant", "content": "", "tool_calls": calls})
+        ours = not self._format.markers or self._format.markers[0] in text
+        return "probe_tool" in text and (ours or self.results_need_calls)
 
 
 @lru_cache(maxsize=8)
@@ -148,7 +289,21 @@ def chat_template(tokenizer: ChatTokenizer, tool_format: ToolFormat) -> ChatTemp
     return ChatTemplate(tokenizer, tool_format)
 
 
-def _with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+def normalise(messages: Sequence[Message]) -> list[Message]:
+    """Messages as escaping and templates expect them: contents are text, arguments are objects, None is absent."""
+    normal: list[Message] = []
+    for message in messages:
+        fields = {key: safe(value) for key, value in message.items() if value is not None}
+        fields["content"] = _text(fields.get("content"))
+        if fields.get("tool_calls"):
+            fields["tool_calls"] = [
+                {**call, "function": _function(call)} for call in fields["tool_calls"]
+            ]
+        normal.append(fields)
+    return normal
+
+
+def _with_system_text(messages: list[Fields], text: str) -> list[Fields]:
     if not messages or messages[0].get("role") != "system":
         return [{"role": "system", "content": text}, *messages]
     system = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}".lstrip("\n")}
@@ -169,13 +324,13 @@ def _text(content: Any) -> str:
     raise ValueError(f"a message's content is a {type(content).__name__}, expected a string")
 
 
-def _function(call: Any) -> dict[str, Any]:
+def _function(call: Any) -> Fields:
     """Name and arguments of an OpenAI tool call. Its arguments may be JSON text, as OpenAI sends them."""
     function = call.get("function") or call if isinstance(call, Mapping) else {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = safe(json.loads(arguments))
         except ValueError:
             arguments = None
     if "name" not in function or not isinstance(arguments, Mapping):
@@ -183,79 +338,11 @@ def _function(call: Any) -> dict[str, Any]:
     return {**function, "arguments": dict(arguments)}
 
 
-# --- certification ----------------------------------------------------------------------------------------------
+def _call(name: str, arguments: Mapping[str, Any], call_id: str = "call00000") -> Fields:
+    function = {"name": name, "arguments": dict(arguments)}
+    return {"type": "function", "id": call_id, "function": function}
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """Whether appending is enough to follow a template."""
-
-    kind: Literal["append-only", "fork-needed", "unsupported"]
-    """append-only: appended messages give exactly the template's text. fork-needed: the template rewrites earlier
-    turns; conversations keep them as they were sampled. unsupported: multi-turn conversations cannot be rendered."""
-    problems: list[str]
-    """Where the template departs, one sentence each."""
-
-
-def certify(tokenizer: ChatTokenizer, tool_format: ToolFormat) -> Certificate:
-    """Compares appending with rendering whole conversations: tool results, user messages, with and without thinking."""
-    try:
-        template = chat_template(tokenizer, tool_format)
-    except ValueError as error:
-        return Certificate("unsupported", [str(error)])
-    problems: list[str] = []
-    if template.other_format:
-        problems.append(
-            f"the template lists tools in another format than {tool_format.name}; the system text of "
-            f"{tool_format.name} is used instead"
-        )
-    kind: Literal["append-only", "fork-needed"] = "append-only"
-    if not tokenizer.turn_end_text:
-        return Certificate("unsupported", [*problems, "the template has no end-of-turn token"])
-    for name, conversation in _cases(template, tool_format):
-        try:
-            difference = _difference(template, conversation)
-        except ValueError as error:
-            return Certificate("unsupported", [*problems, f"{name}: {error}"])
-        if difference:
-            kind = "fork-needed"
-            problems.append(f"{name}: {difference}")
-    return Certificate(kind, problems)
-
-
-def _cases(template: ChatTemplate, tool_format: ToolFormat):
-    call = tool_format.render_call("probe_tool", {"x": 1})
-    result = {"role": "tool", "content": "first result"}
-    user = {"role": "user", "content": "another question"}
-    for thinking in (False, True):
-        if template.think_open and not thinking:
-            continue  # such a turn always has thinking
-        what = ", with thinking" if thinking else ""
-        think = "<think>\nSome thoughts.\n</think>\n\n" if thinking else ""
-        answer = {"role": "assistant", "content": think + "An answer."}
-        calling = {"role": "assistant", "content": think + call}
-        start = {"role": "user", "content": "a question"}
-        yield f"a tool result{what}", [start, calling, result]
-        yield f"two tool results{what}", [start, calling, result, result]
-        yield f"a user message{what}", [start, answer, user]
-        yield f"a user message after a tool result{what}", [start, calling, result, answer, user]
-
-
-def _difference(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
-    """ "" if appending gives the text of the whole conversation, else where the two part."""
-    tools = [_PROBE_TOOL]
-    appended = template.prompt(messages[:1], tools)
-    rest = messages[1:]
-    while rest:
-        turn, *rest = rest
-        count = next((i for i, m in enumerate(rest) if m["role"] == "assistant"), len(rest))
-        appended += turn["content"].removeprefix(template.think_prefix)
-        appended += template.turn_end + template.added(rest[:count], tools)
-        rest = rest[count:]
-    whole = template.prompt(messages, tools)
-    if appended == whole:
-        return ""
-    pairs = enumerate(zip(appended, whole, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(appended), len(whole)))
-    near = slice(max(0, at - 20), at + 40)
-    return f"appending gives {appended[near]!r}, the template {whole[near]!r}"
+def _call_id(index: int) -> str:
+    """Nine letters and digits: what Mistral's templates insist on."""
+    return f"call{index:05d}"

@@ -57,16 +57,21 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._variables = {**named_tokens, **(template_kwargs or {})}
-        self._source = source
+        self.source = source
+        """What error messages call this tokenizer."""
         self._templates = {
             name: _compile(text, f"the chat template {name!r} of {source}")
             for name, text in templates.items()
         }
-        added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        """Ids whose text can only come from the template or from sampling, never from a message."""
-        self.special_texts = tuple(sorted(added[id].content for id in self.special_ids))
-        self._added_ids = frozenset(added)
+        self._added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
+        """Ids that the tokenizer calls special."""
+        sources = "\n".join(templates.values())
+        self.control_ids = self.special_ids | {
+            id for id, token in self._added.items() if _is_markup(token.content, sources)
+        }
+        """Ids whose text can only come from the template or from sampling, never from a tool: special ones, and other
+        tokens that conversations are framed with (`<tool_response>` of Qwen3, `<｜User｜>` of DeepSeek)."""
         self._vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocab.values()) + 1
         """One more than the highest id. A model may have more rows, for padding."""
@@ -125,24 +130,67 @@ class ChatTokenizer:
     @cached_property
     def _plain(self) -> Tokenizer:
         # A second copy, because encode_special_tokens is a switch on the tokenizer and encoding may run in threads.
-        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        # Control tokens that are not special do not obey it. They are renamed, not removed: ids go by position.
+        parts = self._tokenizer.to_str()
+        others = self.control_ids - self.special_ids
+        if others:
+            parsed = json.loads(parts)
+            for token in parsed["added_tokens"]:
+                if token["id"] in others:
+                    token["content"] = f"\U0010fffd{token['id']}\U0010fffd"
+            parts = json.dumps(parsed, ensure_ascii=False)
+        plain = Tokenizer.from_str(parts)
         plain.encode_special_tokens = True
         return plain
 
     @cached_property
-    def special_pattern(self) -> re.Pattern[str]:
-        """Matches the text of any special token, the longest first."""
-        longest_first = sorted(self.special_texts, key=len, reverse=True)
+    def control_pattern(self) -> re.Pattern[str]:
+        """Matches the text of any control token, the longest first."""
+        texts = {self._added[id].content for id in self.control_ids} - {""}
+        longest_first = sorted(texts, key=lambda text: (-len(text), text))
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
+    def hides_control(self, text: str) -> bool:
+        """Whether a control token appears only once the tokenizer has normalised the text: `<|IM_END|>` lower-cased."""
+        if not self._normalises:
+            return False
+        normalised = self._tokenizer.normalizer.normalize_str(text)
+        found = self._normalised_pattern.findall(normalised)
+        return len(found) > len(self.control_pattern.findall(text))
+
+    @cached_property
+    def _normalises(self) -> bool:
+        has_normalizer = self._tokenizer.normalizer is not None
+        return has_normalizer and any(self._added[id].normalized for id in self.control_ids)
+
+    @cached_property
+    def _normalised_pattern(self) -> re.Pattern[str]:
+        texts = {self._added[id].content for id in self.control_ids if self._added[id].normalized}
+        normalised = {self._tokenizer.normalizer.normalize_str(text) for text in texts}
+        return re.compile("|".join(map(re.escape, sorted(normalised, key=len, reverse=True))))
+
     def encode(self, text: str, *, plain: bool = False) -> list[int]:
-        """Token ids of `text`; nothing is added. With `plain`, texts of special tokens become ordinary tokens."""
-        tokenizer = self._plain if plain else self._tokenizer
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids of `text`; nothing is added. With `plain`, texts of control tokens become ordinary tokens."""
+        if not plain:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        if len(text) > 1 and not self.control_ids.isdisjoint(ids):
+            # The vocabulary itself holds the text, and the model found it: it cannot find it in single characters.
+            return [id for character in text for id in self.encode(character, plain=True)]
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of `ids`. Ids beyond the vocabulary (a model's padding rows) have no text."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_text(self, id: int) -> str:
+        """The text of one id as people write it: "<|im_end|>", "\\n". "" for ids beyond the vocabulary."""
+        return self._tokenizer.decode([id], skip_special_tokens=False)
+
+    def leading_control(self, text: str) -> str:
+        """The control token that `text` begins with, as text; "" if it begins with none."""
+        found = self.control_pattern.match(text)
+        return found.group() if found else ""
 
     def token_id(self, text: str) -> int | None:
         """The id of one token by its text, None if there is no such token."""
@@ -168,7 +216,7 @@ class ChatTokenizer:
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(
-                f"the chat template of {self._source} cannot render messages with roles [{roles}]: {error}"
+                f"the chat template of {self.source} cannot render messages with roles [{roles}]: {error}"
             ) from error
 
     def _find_turn_end(self) -> tuple[str, int | None]:
@@ -177,13 +225,21 @@ class ChatTokenizer:
         text = self.render(messages, add_generation_prompt=False)
         if SENTINEL not in text:
             raise ValueError(
-                f"the chat template of {self._source} does not print assistant messages"
+                f"the chat template of {self.source} does not print assistant messages"
             )
         encoding = self._tokenizer.encode(text.rpartition(SENTINEL)[2], add_special_tokens=False)
         for id, (_, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if id in self._added_ids:
+            if id in self._added:
                 return text.rpartition(SENTINEL)[2][:end], id
         return "", None
+
+
+def _is_markup(text: str, template_sources: str) -> bool:
+    """Whether a token frames conversations: `<|...|>`, or something in brackets that a template writes. Runs of spaces,
+    words and HTML tags, which some tokenizers list beside such tokens, do not."""
+    if text[:1].isalnum() or text[-1:].isalnum() or not any(map(str.isalnum, text)):
+        return False
+    return bool(re.fullmatch(r"<[|｜].*[|｜]>", text)) or text in template_sources
 
 
 def normalise_stop(ids: Sequence[int], stop_id: int) -> list[int]:

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from rollout_sidecar.conversation import Conversation, certify, demonstration
+from rollout_sidecar.certification import certify
+from rollout_sidecar.conversation import Conversation, demonstration
 from rollout_sidecar.formats import get_format
 from rollout_sidecar.tokenizer import ChatTokenizer
 
@@ -19,14 +20,6 @@ TOOLS = [
 ]
 END = 2
 """<|im_end|> of the tiny tokenizers."""
-
-
-@pytest.fixture(scope="module")
-def qwen3() -> ChatTokenizer:
-    path = os.environ.get("TOOLJAX_TEST_QWEN3_TOKENIZER")
-    if not path:
-        pytest.skip("TOOLJAX_TEST_QWEN3_TOKENIZER names no folder")
-    return ChatTokenizer.from_folder(path)
 
 
 def result(text: str) -> dict:
@@ -63,7 +56,7 @@ def test_certificates(
     [
         (
             "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}",
-            "no end-of-turn token",
+            "does not write an end-of-turn token",
         ),
         (
             "{% for m in messages %}{% if m.role == 'user' and loop.index0 %}{{ raise_exception('one question') }}"
