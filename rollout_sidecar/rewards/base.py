@@ -20,7 +20,7 @@ class Score:
     terms: dict[str, float] = field(default_factory=dict)
     """Its parts, weighted: they add up to it."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the function reported beside it, such as "acc". Values that are not numbers are left out."""
+    """What the function reported beside it, such as "acc". Values that are no finite numbers are left out."""
 
 
 async def compute(
@@ -32,7 +32,7 @@ async def compute(
     extra_info: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Score:
-    """Calls a reward function and checks its answer: ValueError for a missing score and for NaN and infinity.
+    """Calls a reward function and checks its answer: ValueError for a score that is missing, NaN or infinite.
 
     A plain function runs in a thread, so that a slow one does not hold up other trajectories.
     """
@@ -67,12 +67,14 @@ def _read(answer: Any, name: str) -> Score:
         raise ValueError(
             f"the reward function {name} returned {answer!r}, expected a number or a dict"
         )
-    numbers = {key: value for key, value in metrics.items() if value is not None}
-    for key, value in {"score": reward, **numbers}.items():
-        if not math.isfinite(value):
-            raise ValueError(
-                f"the reward function {name} returned {key} = {value}, expected a finite number"
-            )
+    if not math.isfinite(reward):
+        raise ValueError(
+            f"the reward function {name} returned score = {reward}, expected a finite number"
+        )
+    # Functions written for verl fill keys that a row has no value for with None or NaN.
+    numbers = {
+        key: value for key, value in metrics.items() if value is not None and math.isfinite(value)
+    }
     return Score(reward, {"outcome": reward}, numbers)
 
 

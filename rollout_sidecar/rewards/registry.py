@@ -10,39 +10,78 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollout_sidecar.rewards import gsm8k
+from rollout_sidecar.rewards import code, gsm8k, math_answer, search_qa
 from rollout_sidecar.rewards.base import RewardFunction
 
-_BY_NAME: dict[str, RewardFunction] = {"gsm8k": gsm8k.compute_score}
-_BY_DATA_SOURCE: dict[str, RewardFunction] = {
-    "openai/gsm8k": gsm8k.compute_score,
-    "tooljax/arithmetic": gsm8k.compute_score,
+_BY_NAME: dict[str, RewardFunction] = {
+    "gsm8k": gsm8k.compute_score,
+    "math": math_answer.compute_score,
+    "math_dapo": math_answer.compute_dapo_score,
+    "search_qa": search_qa.compute_score,
+    "code": code.compute_score,
 }
+# data_source, or its beginning where a * follows, to a name above. verl's, where verl has them.
+_BY_DATA_SOURCE: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "tooljax/arithmetic": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "numina_*": "math",
+    "math": "math_dapo",
+    "math_dapo*": "math_dapo",
+    "aime*": "math_dapo",
+    "searchR1_*": "search_qa",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+}
+
+
+def register(name: str, function: RewardFunction, *, data_sources: Iterable[str] = ()) -> None:
+    """Makes a function known by name, and for these data_sources; one that ends in * stands for all that begin so."""
+    _BY_NAME[name] = function
+    _BY_DATA_SOURCE.update(dict.fromkeys(data_sources, name))
 
 
 def get_reward(name_or_path: str, data_source: str = "") -> RewardFunction:
     """The function to score a task with.
 
     Args:
-        name_or_path: a built-in name, or path/to/file.py:function. "" chooses by data_source.
+        name_or_path: a built-in name, or path/to/file.py:function (path/to/file.py: its compute_score). "" chooses by
+            data_source.
         data_source: the task's; read only when name_or_path is "".
     """
     if name_or_path == "":
-        if data_source not in _BY_DATA_SOURCE:
+        name = _name_for(data_source)
+        if name is None:
             raise ValueError(
                 f"no built-in reward for data_source {data_source!r} (there are rewards for: "
                 f"{', '.join(sorted(_BY_DATA_SOURCE))}); name a reward, or give path/to/file.py:function"
             )
-        return _BY_DATA_SOURCE[data_source]
+        return _BY_NAME[name]
     if name_or_path in _BY_NAME:
         return _BY_NAME[name_or_path]
-    path, colon, function = name_or_path.rpartition(":")
-    if not colon or not path.endswith(".py"):
+    path, _, function = name_or_path.rpartition(":")
+    if name_or_path.endswith(".py"):
+        path, function = name_or_path, "compute_score"
+    if not path.endswith(".py"):
         raise ValueError(
             f"unknown reward {name_or_path!r}; there are: {', '.join(sorted(_BY_NAME))}, or give "
             "path/to/file.py:function"
         )
     return _load(Path(path).resolve(), function)
+
+
+def _name_for(data_source: str) -> str | None:
+    """The exact entry, else the longest beginning."""
+    if data_source in _BY_DATA_SOURCE:
+        return _BY_DATA_SOURCE[data_source]
+    beginnings = [
+        key for key in _BY_DATA_SOURCE if key.endswith("*") and data_source.startswith(key[:-1])
+    ]
+    return _BY_DATA_SOURCE[max(beginnings, key=len)] if beginnings else None
 
 
 def check_reward(name_or_path: str, kwargs: Mapping[str, Any]) -> None:

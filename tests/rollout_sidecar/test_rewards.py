@@ -8,9 +8,9 @@ import pytest
 
 from rollout_sidecar.conversation import Conversation
 from rollout_sidecar.formats import get_format
-from rollout_sidecar.rewards import gsm8k
+from rollout_sidecar.rewards import gsm8k, registry
 from rollout_sidecar.rewards.base import Score, compute
-from rollout_sidecar.rewards.registry import get_reward
+from rollout_sidecar.rewards.registry import accepted_kwargs, check_reward, get_reward
 from rollout_sidecar.tokenizer import ChatTokenizer
 
 
@@ -82,6 +82,47 @@ def test_terms_of_the_answer():
     assert gsm8k_score("#### 42", "42", format_score=0.1) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is 42.", 1.0),
+        ("Between 1 and 50, it is $42!", 1.0),
+        ("50-8=42", 1.0),
+        ("#### 41, no: 42", 1.0),
+        ("It was 42, I said 41", 0.0),
+        ("-42", 0.0),
+        ("none", 0.0),
+    ],
+)
+def test_flexible_reads_the_last_number(text: str, expected: float):
+    assert gsm8k_score(text, "42", method="flexible") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "method", "expected"),
+    [
+        ("#### 1,234", "1234", "strict", 1.0),
+        ("#### 42.0", "42", "strict", 0.1),  # compared as text
+        ("####42", "42", "strict", 0.0),  # exactly one space
+        ("#### $42", "42", "strict", 0.0),
+        ("#### 42 * 3", "42", "strict", 1.0),  # its first digits
+        ("#### 42" + "." * 301, "42", "strict", 0.0),  # too far from the end
+        ("it is 42 . ", "42", "flexible", 1.0),
+        ("it is 42.", "42", "flexible", 0.1),  # the full stop belongs to it
+        ("1,234", "1234", "flexible", 0.1),
+        ("none", "42", "flexible", 0.0),
+    ],
+)
+def test_verls_own_reading(text: str, truth: str, method: str, expected: float):
+    options = {"method": method, "format_score": 0.1, "verl_identical": True}
+    assert gsm8k_score(text, truth, **options) == expected
+
+
+def test_the_method_must_be_known():
+    with pytest.raises(ValueError, match='method=\'loose\' must be "strict" or "flexible"'):
+        gsm8k_score("#### 1", "1", method="loose")
+
+
 def test_ground_truth_must_be_a_number():
     with pytest.raises(ValueError, match="the ground truth 'many' is not a number"):
         gsm8k_score("#### 1", "many")
@@ -130,6 +171,9 @@ async def test_numbers_of_a_dict_are_metrics_and_may_differ_from_row_to_row():
         1.0, {"outcome": 1.0}, {"acc": 1.0, "n": 3.0}
     )
     assert await score({"score": 0, "other": 2}) == Score(0.0, {"outcome": 0.0}, {"other": 2.0})
+    # What functions write for verl, which wants the same keys in every row.
+    filled = {"score": 0, "other": 2, "acc": float("nan"), "style": None}
+    assert (await score(filled)).metrics == {"other": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +181,6 @@ async def test_numbers_of_a_dict_are_metrics_and_may_differ_from_row_to_row():
     [
         (float("nan"), "returned score = nan, expected a finite number"),
         ({"score": float("inf")}, "returned score = inf"),
-        ({"score": 1, "acc": float("nan")}, "returned acc = nan"),
         ({"acc": 1}, r"returned keys \['acc'\], but no \"score\""),
         ({"score": "1"}, "expected a number or a dict"),
         (None, "returned None, expected a number or a dict"),
@@ -184,10 +227,73 @@ async def test_a_function_that_blocks_does_not_hold_up_others():
 # --- registry ---------------------------------------------------------------------------------------------------
 
 
-def test_built_in_rewards():
-    assert get_reward("gsm8k", "anything") is gsm8k.compute_score
-    assert get_reward("", "openai/gsm8k") is gsm8k.compute_score
-    assert get_reward("", "tooljax/arithmetic") is gsm8k.compute_score
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("tooljax/arithmetic", "gsm8k"),
+        ("lighteval/MATH", "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("HuggingFaceH4/MATH-500", "math"),
+        ("numina_olympiads", "math"),
+        ("math_dapo", "math_dapo"),
+        ("math_dapo_reasoning", "math_dapo"),
+        ("aime_2024", "math_dapo"),
+        *((f"searchR1_{name}", "search_qa") for name in ("nq", "triviaqa", "popqa", "hotpotqa")),
+        *(
+            (f"searchR1_{name}", "search_qa")
+            for name in ("2wikimultihopqa", "musique", "bamboogle")
+        ),
+        *((name, "code") for name in ("codecontests", "apps", "codeforces", "taco")),
+    ],
+)
+def test_data_sources_are_routed_as_in_verl(source: str, name: str):
+    assert get_reward("", source) is get_reward(name)
+
+
+def test_rewards_can_be_added(monkeypatch):
+    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
+    monkeypatch.setattr(registry, "_BY_DATA_SOURCE", dict(registry._BY_DATA_SOURCE))
+
+    def mine(**arguments):
+        return 1.0
+
+    registry.register("mine", mine, data_sources=["my/data", "aime_mine*"])
+    assert get_reward("mine") is get_reward("", "my/data") is get_reward("", "aime_mine_1") is mine
+    assert get_reward("", "aime_2024") is get_reward("math_dapo")
+
+
+def test_a_file_alone_means_its_compute_score(tmp_path: Path):
+    (tmp_path / "reward.py").write_text("def compute_score(**arguments): return 1.0\n")
+    function = get_reward(f"{tmp_path}/reward.py")
+    assert function is get_reward(f"{tmp_path}/reward.py:compute_score")
+
+
+def test_arguments_that_nobody_takes_end_the_start(tmp_path: Path):
+    check_reward("", {"format_score": 0.1, "measure": "f1"})
+    check_reward("gsm8k", {"format_score": 0.1})
+    with pytest.raises(
+        ValueError,
+        match=r"'format_scor' is not known; the reward 'gsm8k' takes: format_score, method, .*"
+        r"Did you mean 'format_score'\?",
+    ):
+        check_reward("gsm8k", {"format_scor": 0.1})
+    with pytest.raises(ValueError, match="'bonus' is not known; built-in rewards take: all_or_no"):
+        check_reward("", {"bonus": 1})
+    file = tmp_path / "reward.py"
+    file.write_text("def f(data_source, solution_str, ground_truth, extra_info, bonus=0): pass\n")
+    check_reward(f"{file}:f", {"bonus": 1})
+    with pytest.raises(ValueError, match="'bonuses' is not known; .* Did you mean 'bonus'"):
+        check_reward(f"{file}:f", {"bonuses": 1})
+    file.write_text("def g(**anything): pass\n")
+
+
+def test_by_data_source_each_function_gets_the_arguments_that_it_takes():
+    kwargs = {"format_score": 0.1, "measure": "f1"}
+    assert accepted_kwargs("", get_reward("gsm8k"), kwargs) == {"format_score": 0.1}
+    assert accepted_kwargs("", get_reward("search_qa"), kwargs) == kwargs
+    assert accepted_kwargs("gsm8k", get_reward("gsm8k"), kwargs) == kwargs
+    assert accepted_kwargs("", lambda **anything: 1.0, kwargs) == kwargs
 
 
 async def test_functions_in_files_sync_and_async(tmp_path: Path):
@@ -209,9 +315,10 @@ async def test_functions_in_files_sync_and_async(tmp_path: Path):
     ("name", "source", "message"),
     [
         ("", "mine", "no built-in reward for data_source 'mine' .*path/to/file.py:function"),
-        ("gsm9k", "", "unknown reward 'gsm9k'; there are: gsm8k, or give path"),
+        ("gsm9k", "", "unknown reward 'gsm9k'; there are: code, gsm8k, math, .* or give path"),
         ("FOLDER/none.py:f", "", r"none\.py: no such reward file"),
-        ("FOLDER/reward.py", "", "unknown reward"),
+        ("FOLDER/reward.py", "", "has no function 'compute_score'; it has: g"),
+        ("FOLDER/reward.txt:f", "", "unknown reward"),
         ("FOLDER/reward.py:f", "", "has no function 'f'; it has: g"),
         ("FOLDER/broken.py:f", "", r"broken\.py could not be loaded: ZeroDivisionError"),
     ],
