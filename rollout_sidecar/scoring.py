@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout_sidecar.errors import DeadlineError, RewardError, boundary
+from rollout_sidecar.foreign import bounded
 from rollout_sidecar.metrics import Metrics
 from rollout_sidecar.protocol import RewardWeights, Task, Turn
 from rollout_sidecar.rewards.base import Score, compute
 from rollout_sidecar.rewards.registry import accepted_kwargs, get_reward
-from rollout_sidecar.tool_session import bounded
 
 _INVALID = ("parse_error", "unknown_tool", "bad_arguments")
 

@@ -2,16 +2,20 @@
 
 import asyncio
 import ipaddress
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from rollout_sidecar.agent import Agent, run_rollout
-from rollout_sidecar.errors import RequestError
+from rollout_sidecar.errors import RequestError, RolloutError, boundary
+from rollout_sidecar.foreign import bounded, invoke
 from rollout_sidecar.metrics import Metrics
 from rollout_sidecar.protocol import RolloutRequest, RolloutSpec, Task, Trajectory
 from rollout_sidecar.rollout_stream import RolloutRegistry
 from rollout_sidecar.weights import WeightStore
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -32,6 +36,12 @@ class ServerOptions:
     """Finished rollout requests that can still be read."""
     keep_bytes: int = 2**28
     """Memory for them."""
+    tool_start_timeout_s: float = 120.0
+    """How long the startup of one tool or interaction may take."""
+    tool_stop_timeout_s: float = 10.0
+    """How long its shutdown may take."""
+    reap_period_s: float = 30.0
+    """Time between two looks for instances whose trajectories are gone."""
     alive_s: float = 15.0
     """A stream without a frame for this long sends an empty one: a reader can tell waiting from a dead peer."""
 
@@ -56,6 +66,8 @@ class Sidecar:
         )
         self._slots = asyncio.Semaphore(options.max_concurrent)
         self._running = 0
+        self._reaper: asyncio.Task | None = None
+        self._parts: list[tuple[str, object]] = []
         self._resumed = asyncio.Event()
         self._resumed.set()
         self.metrics.gauge("running_rollouts", "Trajectories under way.", lambda: self._running)
@@ -67,17 +79,61 @@ class Sidecar:
         )
 
     async def start(self) -> None:
-        """Starts the engine; rollouts are refused (503) until then."""
-        await self.agent.engine.start()
+        """Starts tools and interactions, then the engine; rollouts are refused (503) until then.
+
+        Raises ValueError naming every tool that failed. What had been started is shut down again.
+        """
+        try:
+            await self._start_parts()
+            await self.agent.engine.start()
+        except BaseException:
+            await self._stop_parts()
+            raise
+        self._reaper = asyncio.create_task(self.agent.leases.reap(self.options.reap_period_s))
         self.started = True
 
     async def stop(self) -> None:
-        """Aborts rollouts, waits for their tools to be released, closes the engine."""
+        """Aborts rollouts, waits for their tools to be released, shuts those down, closes the engine."""
         self.started = False
         await self.rollouts.close()
         if self.agent.closing:
             await asyncio.wait(self.agent.closing)
+        if self._reaper is not None:
+            self._reaper.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._reaper
+            self._reaper = None
+        await self.agent.leases.sweep()
+        if self.agent.leases.live:
+            _log.warning("%d instances could not be released", self.agent.leases.live)
+        await self._stop_parts()
         await self.agent.engine.close()
+
+    async def _start_parts(self) -> None:
+        """`startup` of every tool and interaction that has one, all at once."""
+        agent = self.agent
+        parts = [(f"tool {name!r}", tool) for name, tool in agent.tools.items()]
+        parts += [(f"interaction {name!r}", one) for name, one in agent.interactions.items()]
+        timeout_s = self.options.tool_start_timeout_s
+
+        async def start(what: str, part: object) -> str:
+            # Also of one that fails or is cancelled on the way: it may hold things already.
+            self._parts.append((what, part))
+            return await _call(part, "startup", timeout_s)
+
+        problems = await asyncio.gather(*(start(what, part) for what, part in parts))
+        failed = [f"{what}: {p}" for (what, _), p in zip(parts, problems, strict=True) if p]
+        if failed:
+            raise ValueError(f"startup failed of {'; of '.join(failed)}")
+
+    async def _stop_parts(self) -> None:
+        """`shutdown` of what was started; what fails is logged."""
+        parts, self._parts = self._parts, []
+        timeout_s = self.options.tool_stop_timeout_s
+        problems = await asyncio.gather(*(_call(part, "shutdown", timeout_s) for _, part in parts))
+        for (what, _), problem in zip(parts, problems, strict=True):
+            if problem:
+                _log.warning("shutdown of %s failed: %s", what, problem)
 
     def is_ready(self, version: int | None = None) -> bool:
         """Rollouts can start now (of that version)."""
@@ -121,6 +177,19 @@ class Sidecar:
             yield
         finally:
             self._resumed.set()
+
+
+async def _call(part: object, method: str, timeout_s: float) -> str:
+    """Calls a method of foreign code, if it has it; what went wrong, "" if nothing did."""
+    found = getattr(part, method, None)
+    if found is None:
+        return ""
+    try:
+        with boundary(RolloutError):
+            await bounded(invoke(found), timeout_s)
+    except RolloutError as error:
+        return str(error)
+    return ""
 
 
 def check_exposure(host: str, token: str) -> None:
