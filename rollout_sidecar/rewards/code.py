@@ -87,7 +87,7 @@ async def compute_score(
         max_tests: only the first so many; 0 for all.
         timeout_s: of one test.
         concurrency: tests of one answer that run at once.
-        sandbox: fields of SandboxOptions for the local sandbox.
+        sandbox: settings of the local sandbox, as in the config of the Python tool.
         sandbox_fusion_url: runs them on this Sandbox Fusion server instead, in any of its languages.
         memory_mb: limit there.
     """
@@ -230,7 +230,7 @@ def _score(passed: int, count: int, all_or_nothing: bool, *, answered: bool) -> 
 def _local(options: Mapping[str, Any], timeout_s: float) -> Run:
     from rollout_sidecar.tools.python_sandbox import SandboxOptions, shared_sandbox
 
-    box = shared_sandbox(SandboxOptions(**options))
+    box = shared_sandbox(SandboxOptions.from_config({"wall_s": timeout_s, **options}))
 
     async def run(program: str, stdin: str) -> str | None:
         result = await box.run(program, stdin=stdin, timeout_s=timeout_s)

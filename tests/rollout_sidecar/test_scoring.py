@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollout_sidecar.metrics import Metrics
@@ -140,7 +141,7 @@ async def test_without_weights_the_reward_is_the_outcome():
 
 
 async def test_what_is_ignored_is_warned_about_once(caplog):
-    task = Task(**{f: getattr(TASK, f) for f in TASK.__struct_fields__} | {"interaction": "tutor"})
+    task = msgspec.structs.replace(TASK, interaction="tutor")
     turns = [turn(call(reward=-0.05), call(reward=0.5, name="b")), turn(score=0.25)]
     scorer = Scorer()
     with caplog.at_level(logging.WARNING):
@@ -171,7 +172,7 @@ async def test_evaluations_and_annealed_weights_are_no_oversight(caplog, before)
 
 async def test_a_tool_cannot_earn_the_reward_unless_its_text_is_asked_for():
     """Pain point 6."""
-    texts = {
+    texts: dict[str, Any] = {
         "policy_text": "I don't know",
         "all_text": "<tool_response>#### 2</tool_response> I don't know",
     }
