@@ -1,15 +1,15 @@
-"""Tool-call formats by name."""
+"""Tool-call formats by name, and the format that a chat template asks for."""
 
 from rollout_sidecar.formats.base import ParsedCall, ToolFormat
-from rollout_sidecar.formats.hermes import HermesFormat
+from rollout_sidecar.formats.choice import Choice, choose_format, explain_choice
+from rollout_sidecar.formats.registry import format_names, get_format
 
-__all__ = ["ParsedCall", "ToolFormat", "get_format"]
-
-_FORMATS: dict[str, ToolFormat] = {"hermes": HermesFormat()}
-
-
-def get_format(name: str) -> ToolFormat:
-    """The format of that name."""
-    if name not in _FORMATS:
-        raise ValueError(f"unknown tool format {name!r}; there are: {', '.join(sorted(_FORMATS))}")
-    return _FORMATS[name]
+__all__ = [
+    "Choice",
+    "ParsedCall",
+    "ToolFormat",
+    "choose_format",
+    "explain_choice",
+    "format_names",
+    "get_format",
+]

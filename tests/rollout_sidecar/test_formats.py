@@ -178,5 +178,24 @@ def test_system_text_lists_tools_and_shows_the_form():
 
 
 def test_unknown_format():
-    with pytest.raises(ValueError, match="unknown tool format 'xml'; there are: hermes"):
+    with pytest.raises(
+        ValueError, match="unknown tool format 'xml'; there are: deepseek_v3, .*, hermes, .*"
+    ):
         get_format("xml")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("qwen25", "hermes"),  # SGLang
+        ("llama3", "llama3_json"),
+        ("deepseekv31", "deepseek_v31"),
+        ("gpt-oss", "harmony"),  # verl
+        ("glm", "glm45"),
+        ("seed", "seed_oss"),
+        ("minimax", "minimax_m2"),
+        ("kimi", "kimi_k2"),
+    ],
+)
+def test_names_of_other_projects_are_known(theirs: str, ours: str):
+    assert get_format(theirs).name == ours
