@@ -13,7 +13,7 @@ A path that ends in .py is verl's function_tool_path: all functions in it that a
 
 Differs from verl: schemas reach the policy unchanged (verl drops nested properties, items and defaults), tool_schema
 may be left to the class for every tool, config.type may be left out, a null key is an absent one everywhere, and two
-tools of one name are an error. Relative paths are looked for from the working folder, then beside the file.
+tools of one name are an error. Relative paths are looked for beside the file, then from the working folder.
 """
 
 import inspect
@@ -50,7 +50,7 @@ def load_tools(path: StrPath, *, profile: Profile | str = "default") -> dict[str
             raise ValueError(
                 f"{where}: tools of MCP servers need a running event loop; use open_tools"
             )
-        _add(tools, _make_tools(entry, where, file), where, profile)
+        _add(tools, make_entry(entry, where, file, profile=profile), where)
     return tools
 
 
@@ -68,11 +68,20 @@ async def open_tools(
                 open_mcp_tools,
             )  # only who has servers needs mcp
 
+            if "class_name" in entry:
+                entry = {**entry, "class_name": import_user_object(str(entry["class_name"]), where)}
             made = await open_mcp_tools(entry, where=where, base_dir=file.parent)
-            _add(tools, made.values(), where, profile)
+            _add(tools, _shown(made.values(), where, profile), where)
         else:
-            _add(tools, _make_tools(entry, where, file), where, profile)
+            _add(tools, make_entry(entry, where, file, profile=profile), where)
     return tools
+
+
+def make_entry(
+    entry: dict[str, Any], where: str, file: Path, *, profile: Profile | str = "default"
+) -> dict[str, BaseTool]:
+    """The tools of one native entry of `file`, as `read_entries` gives it. ValueError, starting with `where`."""
+    return _shown(_make_tools(entry, where, file), where, profile)
 
 
 def read_entries(path: StrPath) -> list[tuple[str, dict[str, Any]]]:
@@ -94,17 +103,19 @@ def read_entries(path: StrPath) -> list[tuple[str, dict[str, Any]]]:
 
 
 def find_file(name: str, base_dir: Path, where: str) -> Path:
-    """A file that a setting names: from the working folder, as verl does, or else beside the file that names it."""
-    for file in (Path(name), base_dir / name):
+    """A file that a setting names: beside the file that names it, or else from the working folder, as verl does."""
+    for file in (base_dir / name, Path(name)):
         if file.is_file():
             return file
-    raise ValueError(f"{where}: {name}: no such file (looked in {Path.cwd()} and {base_dir})")
+    raise ValueError(
+        f"{where}: {name}: no such file (looked in {base_dir.absolute()} and {Path.cwd()})"
+    )
 
 
 def _entries(paths: Iterable[StrPath]) -> Iterable[tuple[str, dict[str, Any], Path]]:
     for path in paths:
         if str(path).endswith(".py"):
-            yield str(path), {"function": str(path)}, Path(path)
+            yield str(path), {"function": str(Path(path).absolute())}, Path(path)
         else:
             yield from ((where, entry, Path(path)) for where, entry in read_entries(path))
 
@@ -204,17 +215,21 @@ def _make_tool(
         raise ValueError(f"{where}: {name} could not be made: {error!r}") from error
 
 
-def _add(
-    tools: dict[str, BaseTool], made: Iterable[Any], where: str, profile: Profile | str
-) -> None:
-    """Gives each tool the schema that the prompt is to show, and puts it under its name."""
+def _shown(made: Iterable[Any], where: str, profile: Profile | str) -> dict[str, BaseTool]:
+    """Gives each tool the schema that the prompt is to show."""
     profile = get_profile(profile) if isinstance(profile, str) else profile
+    tools: dict[str, BaseTool] = {}
     for tool in made:
-        kind = type(tool).__name__
         given = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
-        schema = read_schema(given, f"{where}: the schema of {kind}")
+        schema = read_schema(given, f"{where}: the schema of {type(tool).__name__}")
         tool.tool_schema = shown_schema(schema, profile.schema_fields)
         tool.name = schema.function.name
-        if tool.name in tools:
-            raise ValueError(f"{where}: a tool named {tool.name!r} comes earlier")
-        tools[tool.name] = tool
+        _add(tools, {tool.name: tool}, where)
+    return tools
+
+
+def _add(tools: dict[str, BaseTool], more: dict[str, BaseTool], where: str) -> None:
+    for name, tool in more.items():
+        if name in tools:
+            raise ValueError(f"{where}: a tool named {name!r} comes earlier")
+        tools[name] = tool
