@@ -12,7 +12,7 @@ from sources import ROOT, Source, sources
 
 SHARED = frozenset(
     f"rollout_sidecar.{name}"
-    for name in ("protocol", "client", "tokenizer", "conversation", "formats")
+    for name in ("protocol", "client", "tokenizer", "conversation", "formats", "statistics")
 )
 """The modules of the sidecar that the trainer uses too."""
 

@@ -9,14 +9,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
-from rollout_sidecar.protocol import Status, ToolCallRecord, Trajectory
-
-UNKNOWN = "unknown"
-"""Stands for every tool name that no tool answers to: the policy may invent any number of them."""
+from rollout_sidecar.protocol import TokenStream, Trajectory
+from rollout_sidecar.statistics import facts, statistics
 
 
 class Metric(NamedTuple):
@@ -54,6 +52,10 @@ REGISTRY: dict[str, Metric] = {
     "rollout/completion_tokens/max": Metric("The most that one trajectory sampled.", "tokens"),
     "rollout/observation_tokens/mean": Metric("Tokens that tools wrote.", "tokens"),
     "rollout/truncated_frac": Metric("Ended by a turn, token or time limit.", "fraction"),
+    "rollout/forks_per_trajectory": Metric(
+        "Times that the chat template rewrote earlier turns, so that a new token stream began.",
+        "forks",
+    ),
     "rollout/status/{status}_frac": Metric("Trajectories that ended so.", "fraction"),
     "rollout/escaped_special_tokens": Metric("Special-token texts that were made plain.", "tokens"),
     "rollout/cached_token_frac": Metric("Context tokens that needed no prefill.", "fraction"),
@@ -68,12 +70,34 @@ REGISTRY: dict[str, Metric] = {
     "tools/unknown_rate": Metric("Attempted calls of tools that do not exist.", "fraction"),
     "tools/not_executed_rate": Metric("Attempted calls beyond the limit of a turn.", "fraction"),
     "tools/{name}/calls": Metric("Attempted calls of this tool.", "calls"),
+    "tools/{name}/calls_per_trajectory": Metric("The same, by trajectories.", "calls"),
     "tools/{name}/bad_arguments_rate": Metric("Calls whose arguments do not fit.", "fraction"),
     "tools/{name}/error_rate": Metric("Calls in which the tool failed.", "fraction"),
     "tools/{name}/timeout_rate": Metric("Calls that met their deadline.", "fraction"),
+    "tools/{name}/unavailable_rate": Metric(
+        "Calls refused because the tool was busy or kept failing.", "fraction"
+    ),
     "tools/{name}/truncated_rate": Metric("Calls whose result was shortened.", "fraction"),
+    "tools/{name}/result_tokens_mean": Metric(
+        "Tokens of a result, as the policy saw it.", "tokens"
+    ),
     "tools/{name}/latency_p50_s": Metric("Median duration of executed calls.", "s"),
     "tools/{name}/latency_p95_s": Metric("Duration that 95 % of them stay below.", "s"),
+    "tools/{name}/queue_p50_s": Metric("Median time that calls waited for their turn.", "s"),
+    "tools/{name}/queue_p95_s": Metric("Wait that 95 % of them stay below.", "s"),
+    "tools/{name}/attempts_mean": Metric("Attempts of an executed call.", "attempts"),
+    "tools/{name}/reward_mean": Metric("Mean of the rewards that executed calls returned."),
+    "tools/{name}/reward_sum": Metric("Sum of them over all trajectories."),
+    # interactions
+    "interaction/replies_per_trajectory": Metric(
+        "Replies, where an interaction replied at all.", "replies"
+    ),
+    "interaction/turn_score_mean": Metric("Mean score that interactions gave to a turn."),
+    "interaction/done_frac": Metric(
+        "Trajectories whose interaction ended the conversation, of those it replied in.", "fraction"
+    ),
+    "interaction/latency_p50_s": Metric("Median time of a reply.", "s"),
+    "interaction/latency_p95_s": Metric("Time that 95 % of replies stay below.", "s"),
     # policy
     "policy/loss": Metric("What the optimizer minimises."),
     "policy/entropy": Metric("Mean entropy of the policy at sampled tokens.", "nats"),
@@ -93,14 +117,19 @@ REGISTRY: dict[str, Metric] = {
     "perf/padding_fraction": Metric("Share of the batch that is padding.", "fraction"),
     "perf/loss_tokens": Metric("Tokens that the loss sums over.", "tokens"),
     "weights/push_bytes": Metric("Bytes sent to each sidecar.", "bytes"),
+    "weights/push_ratio": Metric("How many times more a push of all weights has.", ""),
+    "weights/changed_frac": Metric("16-bit elements whose bits changed.", "fraction"),
+    "weights/full_resends": Metric("Sidecars that had lost the base of a delta.", "sidecars"),
     "time/{phase}_s": Metric("Wall time of one phase of the step; time/step_s is all of it.", "s"),
     # evaluation
     "eval/accuracy": Metric("Held-out trajectories called correct.", "fraction"),
     "eval/pass_at_{k}": Metric("Chance that one of k samples is correct; unbiased.", "fraction"),
 }
-"""Names in braces stand for what a run fills in. Every reward, rollout and tools metric also exists under eval/."""
+"""Names in braces stand for what a run fills in. Every reward, rollout, tools and interaction metric also exists under
+eval/. Those of tools, interactions and endings are in the sidecar's /metrics too: rollout_sidecar.statistics."""
 
-_EVALUATED = ("reward/", "rollout/", "tools/")
+_EVALUATED = ("reward/", "rollout/", "tools/", "interaction/")
+_BRACES = re.compile(r"\{\w+\}")
 _NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9_./ -]")
 """What trackers do not take in a name; MLflow is the strictest."""
 
@@ -152,11 +181,9 @@ def rollout_metrics(
         metrics["rollout/aborted_frac"] = 1 - len(kept) / len(trajectories)
     if not kept:
         return metrics
-    metrics |= _reward_metrics(kept) | _length_metrics(kept) | _tool_metrics(kept, tool_names)
-    metrics |= _reported_metrics(kept)
-    for status in get_args(Status):
-        if status != "aborted":
-            metrics[f"rollout/status/{status}_frac"] = _mean([t.status == status for t in kept])
+    metrics |= _reward_metrics(kept) | _length_metrics(kept) | _reported_metrics(kept)
+    for name, value, label in statistics([facts(t) for t in kept], tool_names):
+        metrics[_BRACES.sub(_clean(label), name)] = value
     if policy_version is not None:
         metrics |= _lag_metrics(kept, policy_version)
     return metrics
@@ -202,24 +229,15 @@ def _reported_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
     for key, values in _columns(t.metrics for t in kept).items():
         metrics[f"rollout/metrics/{_clean(key)}/mean"] = _mean(values)
         metrics[f"rollout/metrics/{_clean(key)}/count"] = float(len(values))
-    accuracy = [
-        (any(turn.calls for turn in t.turns), t.metrics["acc"]) for t in kept if "acc" in t.metrics
-    ]
-    for name, values in (
-        ("rollout/accuracy", [value for _, value in accuracy]),
-        ("rollout/accuracy_with_tools", [value for used, value in accuracy if used]),
-        ("rollout/accuracy_without_tools", [value for used, value in accuracy if not used]),
-    ):
-        if values:
-            metrics[name] = _mean(values)
     return metrics
 
 
 def _length_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
-    completion = [sum(t.loss_mask) for t in kept]
-    total = [len(t.token_ids) for t in kept]
-    prompt = [t.prompt_tokens for t in kept]
-    observation = [a - p - c for a, p, c in zip(total, prompt, completion, strict=True)]
+    streams = [_streams(t) for t in kept]
+    completion = [sum(sum(s.loss_mask) for s in of_one) for of_one in streams]
+    total = [sum(len(s.token_ids) - s.prompt_tokens for s in of_one) for of_one in streams]
+    prompt = [of_one[0].prompt_tokens for of_one in streams]
+    observation = [a - c for a, c in zip(total, completion, strict=True)]
     limits = ("max_turns", "max_tokens", "timeout")
     metrics = {
         "rollout/turns/mean": _mean([len(t.turns) for t in kept]),
@@ -229,6 +247,7 @@ def _length_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/observation_tokens/mean": _mean(observation),
         "rollout/truncated_frac": _mean([t.status in limits for t in kept]),
         "rollout/escaped_special_tokens": float(sum(t.escaped_special_tokens for t in kept)),
+        "rollout/forks_per_trajectory": _mean([len(t.earlier_streams) for t in kept]),
         "rollout/trajectory_s/mean": _mean([t.total_s for t in kept]),
         "rollout/trajectory_s/max": max(t.total_s for t in kept),
         "rollout/tool_s/mean": _mean([t.tool_s for t in kept]),
@@ -239,52 +258,13 @@ def _length_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _tool_metrics(kept: Sequence[Trajectory], tool_names: Collection[str]) -> dict[str, float]:
-    calls = [call for t in kept for turn in t.turns for call in turn.calls]
-    metrics = {
-        "tools/use_rate": _mean([any(turn.calls for turn in t.turns) for t in kept]),
-        "tools/calls_per_trajectory": len(calls) / len(kept),
-    }
-    if not calls:
-        return metrics
-    for name, status in (
-        ("valid_call_rate", "ok"),
-        ("parse_error_rate", "parse_error"),
-        ("unknown_rate", "unknown_tool"),
-        ("not_executed_rate", "not_executed"),
-    ):
-        metrics[f"tools/{name}"] = _mean([call.status == status for call in calls])
-    answered = {call.name for call in calls if call.status in _ANSWERED}
-    known = answered | set(tool_names)
-    by_name: dict[str, list[ToolCallRecord]] = defaultdict(list)
-    for call in calls:
-        if call.status != "parse_error":  # its name, if it has one, is a guess
-            by_name[_clean(call.name) if call.name in known else UNKNOWN].append(call)
-    for name in sorted(by_name):
-        metrics |= _one_tool(f"tools/{name}", by_name[name])
-    return metrics
-
-
-_EXECUTED = ("ok", "timeout", "error")
-_ANSWERED = (*_EXECUTED, "bad_arguments")
-
-
-def _one_tool(prefix: str, calls: Sequence[ToolCallRecord]) -> dict[str, float]:
-    metrics = {f"{prefix}/calls": float(len(calls))}
-    executed = [call for call in calls if call.status in _EXECUTED]
-    if prefix == f"tools/{UNKNOWN}" and not executed:
-        return metrics
-    for status in ("bad_arguments", "error", "timeout"):
-        metrics[f"{prefix}/{status}_rate"] = _mean([call.status == status for call in calls])
-    metrics[f"{prefix}/truncated_rate"] = _mean([call.truncated for call in calls])
-    if executed:
-        p50, p95 = np.percentile([call.latency_s for call in executed], [50, 95])
-        metrics |= {f"{prefix}/latency_p50_s": float(p50), f"{prefix}/latency_p95_s": float(p95)}
-    return metrics
+def _streams(trajectory: Trajectory) -> list[TokenStream | Trajectory]:
+    """Every context that the policy saw, in order; the last is the trajectory itself."""
+    return [*trajectory.earlier_streams, trajectory]
 
 
 def _lag_metrics(kept: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
-    spans = [span for t in kept for span in t.version_spans]
+    spans = [span for t in kept for stream in _streams(t) for span in stream.version_spans]
     if not spans:
         return {}
     lags = [policy_version - span.policy_version for span in spans]

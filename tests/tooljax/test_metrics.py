@@ -4,7 +4,14 @@ import itertools
 
 import pytest
 
-from rollout_sidecar.protocol import ToolCallRecord, Trajectory, Turn, VersionSpan
+from rollout_sidecar.protocol import (
+    InteractionReply,
+    TokenStream,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 from tooljax.metrics import (
     REGISTRY,
     check_names,
@@ -269,3 +276,71 @@ def test_pass_metrics_average_over_tasks():
         "eval/pass_at_2": pytest.approx(0.25),
         "eval/pass_at_4": pytest.approx(0.5),
     }
+
+
+# --- statistics that /metrics of the sidecar has too (tests/rollout_sidecar/test_metrics_sidecar.py) ------------------
+
+
+def test_waiting_attempts_tokens_and_rewards_of_a_tool():
+    calls = [
+        call("calc", "ok", queue_s=0.1, attempts=1, result_tokens=4, reward=0.5),
+        call("calc", "error", queue_s=0.3, attempts=3, result_tokens=8, reward=-1.0),
+        call("calc", "unavailable", queue_s=30.0, result_tokens=12),
+        call("calc", "bad_arguments", result_tokens=16),
+    ]
+    metrics = rollout_metrics([trajectory(calls, []), trajectory([])])
+    assert metrics["tools/calc/calls_per_trajectory"] == 2
+    assert metrics["tools/calc/unavailable_rate"] == 0.25
+    assert metrics["tools/calc/result_tokens_mean"] == 10
+    # Of the two that were executed.
+    assert metrics["tools/calc/attempts_mean"] == 2
+    assert metrics["tools/calc/reward_mean"] == -0.25
+    assert metrics["tools/calc/reward_sum"] == -0.5
+    # 0.1, 0.3 and 30: the one with bad arguments never waited.
+    assert metrics["tools/calc/queue_p50_s"] == pytest.approx(0.3)
+    assert metrics["tools/calc/queue_p95_s"] == pytest.approx(0.3 + 0.9 * 29.7)
+
+
+def test_rewards_of_a_tool_add_up():
+    """Pain point 5: two calls that cost a twentieth each."""
+    calls = [call("calc", "ok", reward=-0.05)] * 2
+    metrics = rollout_metrics([trajectory(calls, [])])
+    assert metrics["tools/calc/reward_sum"] == pytest.approx(-0.10)
+
+
+def test_replies_of_an_interaction():
+    def turn(score: float, done: bool, latency_s: float) -> Turn:
+        reply = InteractionReply(text="", score=score, done=done, latency_s=latency_s)
+        return Turn(start=3, end=4, policy_version=0, finish="stop", reply=reply)
+
+    metrics = rollout_metrics(
+        [
+            trajectory(turns=[turn(0.0, False, 0.1), turn(1.0, True, 0.3)]),
+            trajectory(turns=[turn(0.0, False, 0.2)]),
+            trajectory([]),  # no interaction: in none of these means
+        ]
+    )
+    assert metrics["interaction/replies_per_trajectory"] == 1.5
+    assert metrics["interaction/turn_score_mean"] == pytest.approx(1 / 3)
+    assert metrics["interaction/done_frac"] == 0.5
+    assert metrics["interaction/latency_p50_s"] == pytest.approx(0.2)
+    check_names(metrics)
+    check_names(f"eval/{name}" for name in metrics)
+
+
+def test_tokens_of_every_stream_count_once():
+    earlier = TokenStream(
+        token_ids=[0] * 9,  # a prompt of 4, 3 sampled, an observation of 2
+        prompt_tokens=4,
+        loss_mask=[False] * 4 + [True] * 3 + [False] * 2,
+        rollout_log_probs=[0.0] * 9,
+        version_spans=[VersionSpan(start=4, end=7, policy_version=1)],
+    )
+    forked = trajectory([], earlier_streams=[earlier])  # itself: a prompt of 3, 2 sampled
+    metrics = rollout_metrics([forked], policy_version=4)
+    assert metrics["rollout/prompt_tokens/mean"] == 4
+    assert metrics["rollout/completion_tokens/mean"] == 5
+    assert metrics["rollout/observation_tokens/mean"] == 2
+    assert metrics["rollout/forks_per_trajectory"] == 1
+    assert metrics["policy/lag/max"] == 3
+    assert metrics["policy/lag/mean"] == pytest.approx((3 * 3 + 2 * 0) / 5)
