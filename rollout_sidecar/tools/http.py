@@ -122,7 +122,7 @@ class HttpClient:
                 f"{where} could not be reached: {_connect_problem(error)}", "refused"
             ) from error
         except (aiohttp.ClientError, ValueError) as error:
-            # ServerDisconnectedError, ClientOSError, ClientPayloadError, bad compression; InvalidURL repeats the address
+            # Hung up, reset, cut short, badly compressed. InvalidURL repeats the address, keys included.
             text = "" if isinstance(error, aiohttp.InvalidURL) else self._blotted(str(error))
             raise HttpFailure(
                 f"{where} broke off: {_one_line(text) or type(error).__name__}", "broken"
