@@ -8,7 +8,6 @@ FastAPI's body; GET /v1/ping answers "pong". Special to it: `fault` makes it ans
 import asyncio
 import base64
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -123,10 +122,10 @@ async def _run(body: dict[str, Any], folder: Path) -> dict[str, Any]:
 async def _command(
     command: list[str], folder: Path, stdin: str | None, timeout_s: float, memory_mb: int
 ) -> dict[str, Any]:
-    def limit() -> None:
-        if memory_mb > 0:
-            resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
-
+    if memory_mb > 0:
+        # By the shell, not by preexec_fn: that forks this process, which JAX warns of where it was imported.
+        limited = f'ulimit -v {memory_mb * 1024}; exec "$0" "$@"'
+        command = ["sh", "-c", limited, *command]
     # Output goes to files, so that what a program wrote before it was stopped is not lost.
     out, err = folder / ".stdout", folder / ".stderr"
     started = time.monotonic()
@@ -137,7 +136,6 @@ async def _command(
             stdin=asyncio.subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
-            preexec_fn=limit,
             start_new_session=True,
         )
         try:
