@@ -7,7 +7,7 @@ a `SidecarError`: one sentence with the URL and what to do.
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -70,6 +70,7 @@ class SidecarClient:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._aborted: set[str] = set()
+        self._dropped: dict[str, set[int]] = {}
 
     async def __aenter__(self) -> "SidecarClient":
         headers = {"Accept": MSGPACK, "Content-Type": MSGPACK}
@@ -132,11 +133,20 @@ class SidecarClient:
             except aiohttp.ClientError as error:
                 raise self._bad_answer(f"{type(error).__name__}: {error}") from error
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request; its tools are released when this returns. Unknown requests are no error."""
-        self._aborted.add(request_id)
+    async def abort(self, request_id: str, rollouts: Collection[int] | None = None) -> None:
+        """Ends a request; its tools are released when this returns. Unknown requests are no error.
+
+        Args:
+            rollouts: positions in the request; only these end, without a trajectory.
+        """
+        path = f"/v1/rollouts/{request_id}"
+        if rollouts is None:
+            self._aborted.add(request_id)
+        else:
+            self._dropped.setdefault(request_id, set()).update(rollouts)
+            path += f"?rollouts={','.join(map(str, sorted(rollouts)))}"
         try:
-            await self._call("DELETE", f"/v1/rollouts/{request_id}")
+            await self._call("DELETE", path)
         except SidecarError as error:
             if error.status != 404:
                 raise
@@ -214,7 +224,9 @@ class SidecarClient:
                 yield frame
 
     def _check_end(self, request: RolloutRequest, end: EndFrame) -> None:
-        if end.aborted and request.request_id not in self._aborted:
+        dropped = len(self._dropped.pop(request.request_id, ()))
+        wanted = end.trajectories + dropped >= len(request.rollouts)
+        if end.aborted and request.request_id not in self._aborted and not wanted:
             raise SidecarError(
                 f"{self.url} ended the request {request.request_id} after {end.trajectories} of"
                 f" {len(request.rollouts)} trajectories: the sidecar was stopped, or somebody else"

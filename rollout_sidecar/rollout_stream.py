@@ -6,7 +6,7 @@ older finished ones; reading from frame K on works at any time before that.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 
 import msgspec
 import xxhash
@@ -40,7 +40,7 @@ class RolloutStream:
         self.rollouts: list[asyncio.Task[Trajectory]] = []
         """Empty once the stream is finished."""
         self.ending: asyncio.Task[None] | None = None
-        self._aborted = False
+        self._aborted: set[int] = set()
         self._changed = asyncio.Event()
 
     @property
@@ -55,12 +55,16 @@ class RolloutStream:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def abort(self) -> None:
-        """Cancels what runs, once: cancelling again would interrupt the release of tools."""
-        if not self._aborted:
-            self._aborted = True
-            for rollout in self.rollouts:
-                rollout.cancel()
+    def abort(self, ordinals: Collection[int] | None = None) -> list[asyncio.Task[Trajectory]]:
+        """Cancels what runs (of those positions in the request), each once: cancelling again would interrupt the
+        release of its tools. Returns what will end by it."""
+        chosen = range(len(self.rollouts)) if ordinals is None else ordinals
+        ending = [i for i in chosen if i < len(self.rollouts)]
+        for i in ending:
+            if i not in self._aborted:
+                self._aborted.add(i)
+                self.rollouts[i].cancel()
+        return [self.rollouts[i] for i in ending]
 
     async def read(self, index: int, wait_s: float) -> list[bytes]:
         """The frames from `index` on. Waits for one, up to wait_s; [] if none came, or if the stream is finished."""
@@ -128,10 +132,19 @@ class RolloutRegistry:
             )
         return self._streams[request_id]
 
-    async def abort(self, request_id: str) -> RolloutStream:
-        """Ends the request; returns when its tools have been released. A finished request stays as it is."""
+    async def abort(
+        self, request_id: str, ordinals: Collection[int] | None = None
+    ) -> RolloutStream:
+        """Ends the request; returns when its tools have been released. A finished request stays as it is.
+
+        Args:
+            ordinals: end only these of its rollouts; they leave no frame, and the others go on.
+        """
         stream = self.get(request_id)
-        await self._abort([stream])
+        if ordinals is None:
+            await self._abort([stream])
+        elif ending := stream.abort(ordinals):
+            await asyncio.wait(ending)
         return stream
 
     async def close(self) -> None:

@@ -232,7 +232,10 @@ async def _get_rollouts(request: web.Request) -> web.StreamResponse:
 
 
 async def _delete_rollouts(request: web.Request) -> web.Response:
-    stream = await request.app[SIDECAR].rollouts.abort(request.match_info["request_id"])
+    rollouts = request.app[SIDECAR].rollouts
+    some = request.query.get("rollouts")
+    ordinals = None if some is None else [_integer(text, "rollouts") for text in some.split(",")]
+    stream = await rollouts.abort(request.match_info["request_id"], ordinals)
     return web.json_response({"request_id": stream.request_id, "frames": len(stream.frames)})
 
 

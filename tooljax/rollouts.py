@@ -5,10 +5,12 @@ are collated by (task, sample), never by arrival: what the trainer sees does not
 """
 
 import asyncio
+import math
 import signal
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -153,7 +155,8 @@ class Sidecars:
 
     def policy_lag(self, trajectory: Trajectory, step: int) -> int:
         """How many steps older than the policy after `step` steps the oldest token of a trajectory is."""
-        versions = [span.policy_version for span in trajectory.version_spans]
+        streams = [*trajectory.earlier_streams, trajectory]
+        versions = [span.policy_version for stream in streams for span in stream.version_spans]
         return self._first_version + step - min(versions) if versions else 0
 
     def rollout(
@@ -161,6 +164,8 @@ class Sidecars:
         tasks: Sequence[Task],
         *,
         samples: int,
+        quorum: float = 1.0,
+        straggler_timeout_s: float = 0.0,
         seed: tuple[int, ...],
         sampling: SamplingParams,
         limits: Limits,
@@ -171,8 +176,9 @@ class Sidecars:
         """Makes `samples` trajectories of each task.
 
         Their seeds derive from (*seed, task, sample). With `step`, only the policy after that many steps will do;
-        without, whatever the sidecars serve. Without `reward_weights`, rewards are the outcome alone. Raises
-        SidecarError, or InterruptedRollout.
+        without, whatever the sidecars serve. Without `reward_weights`, rewards are the outcome alone. Once `quorum` of
+        a group have ended, the others have `straggler_timeout_s` left: then they are aborted, and come back with that
+        status and without tokens. Raises SidecarError, or InterruptedRollout.
         """
         self._requests += 1
         shares = [range(k, len(tasks), len(self._clients)) for k in range(len(self._clients))]
@@ -192,30 +198,23 @@ class Sidecars:
             )
             for share in shares
         ]
-        groups: list[list[Trajectory | None]] = [[None] * samples for _ in tasks]
-        done = 0
-
-        def add(client: int, trajectory: Trajectory) -> None:
-            nonlocal done
-            i = shares[client][trajectory.task_index]
-            # Its number in the request depends on the number of sidecars; its number in `tasks` does not.
-            groups[i][trajectory.sample_index] = msgspec.structs.replace(trajectory, task_index=i)
-            done += 1
-            if on_progress is not None:
-                on_progress(done, len(tasks) * samples)
-
-        self._collect(requests, add)
-        return [[_present(trajectory) for trajectory in group] for group in groups]
+        made = _Groups(tasks, requests, shares, samples, on_progress)
+        enough = math.ceil(quorum * samples - 1e-9)  # 0.7 * 10 is a little more than 7
+        self._collect(requests, made, _Stragglers(enough, straggler_timeout_s))
+        return made.all()
 
     def _collect(
-        self, requests: Sequence[RolloutRequest], add: Callable[[int, Trajectory], None]
+        self, requests: Sequence[RolloutRequest], made: "_Groups", stragglers: "_Stragglers"
     ) -> None:
         """Sends each client its request, and hands trajectories to add(client, trajectory) as they arrive."""
 
         async def ask(k: int) -> None:
             try:
                 async for trajectory in self._clients[k].rollouts(requests[k]):
-                    add(k, trajectory)
+                    i = made.add(k, trajectory)
+                    stragglers.watch(
+                        i, made, partial(self._clients[k].abort, requests[k].request_id)
+                    )
             except asyncio.CancelledError:
                 # A sidecar that is gone cannot be aborted, and that must not hide why this one is.
                 with suppress(SidecarError):
@@ -226,10 +225,13 @@ class Sidecars:
             self._task = asyncio.current_task()
             if self.stop_requested:
                 raise asyncio.CancelledError
-            async with asyncio.TaskGroup() as group:
-                for k, request in enumerate(requests):
-                    if request.tasks:
-                        group.create_task(ask(k))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for k, request in enumerate(requests):
+                        if request.tasks:
+                            group.create_task(ask(k))
+            finally:
+                await stragglers.end()
 
         try:
             self._runner.run(ask_all())
@@ -248,7 +250,102 @@ class Sidecars:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
-def _present(trajectory: Trajectory | None) -> Trajectory:
-    if trajectory is None:
-        raise RuntimeError("a sidecar ended the stream early: somebody else aborted the request")
-    return trajectory
+class _Groups:
+    """Trajectories by task and sample, filled in the order in which they arrive."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        requests: Sequence[RolloutRequest],
+        shares: Sequence[range],
+        samples: int,
+        on_progress: Progress | None,
+    ):
+        self.samples = samples
+        self._tasks = tasks
+        self._requests = requests
+        self._shares = shares
+        self._made: list[dict[int, Trajectory]] = [{} for _ in tasks]
+        self._given_up: set[tuple[int, int]] = set()
+        self._on_progress = on_progress
+        self._count = 0
+
+    def add(self, client: int, trajectory: Trajectory) -> int:
+        """Takes a trajectory; returns its task."""
+        i = self._shares[client][trajectory.task_index]
+        # Its number in the request depends on the number of sidecars; its number in `tasks` does not.
+        placed = msgspec.structs.replace(trajectory, task_index=i)
+        self._made[i][trajectory.sample_index] = placed
+        self._count += 1
+        if self._on_progress is not None:
+            self._on_progress(self._count, len(self._tasks) * self.samples)
+        return i
+
+    def ended(self, i: int) -> int:
+        """How many samples of a task are there."""
+        return len(self._made[i])
+
+    def give_up(self, i: int) -> list[int]:
+        """Waits no longer for the samples of a task that are missing; their positions in their request."""
+        missing = [s for s in range(self.samples) if s not in self._made[i]]
+        self._given_up.update((i, s) for s in missing)
+        return [self._position(i, s)[1] for s in missing]
+
+    def all(self) -> Groups:
+        """Every trajectory, with empty ones in place of those that were given up."""
+        return [
+            [group.get(s) or self._aborted(i, s) for s in range(self.samples)]
+            for i, group in enumerate(self._made)
+        ]
+
+    def _position(self, i: int, sample: int) -> tuple[int, int]:
+        """Which client's request it is in, and where: tasks are dealt out in turn, each with all its samples."""
+        client = i % len(self._shares)
+        return client, self._shares[client].index(i) * self.samples + sample
+
+    def _aborted(self, i: int, sample: int) -> Trajectory:
+        if (i, sample) not in self._given_up:
+            raise RuntimeError(
+                "a sidecar ended the stream early: somebody else aborted the request"
+            )
+        client, ordinal = self._position(i, sample)
+        return Trajectory(
+            task_index=i,
+            sample_index=sample,
+            task_id=self._tasks[i].task_id,
+            data_source=self._tasks[i].data_source,
+            seed=self._requests[client].rollouts[ordinal].seed,
+            status="aborted",
+            error="still under way when its group had a quorum and the time of stragglers was over",
+            messages=self._tasks[i].messages,
+        )
+
+
+class _Stragglers:
+    """Aborts what is still under way some time after enough of its group have ended."""
+
+    def __init__(self, enough: int, timeout_s: float):
+        self._enough = enough
+        self._timeout_s = timeout_s
+        self._aborting: dict[int, asyncio.Task[None]] = {}
+
+    def watch(
+        self, i: int, made: _Groups, abort: Callable[[list[int]], Coroutine[None, None, None]]
+    ) -> None:
+        """To be called when a trajectory of group i has come."""
+        if self._enough <= made.ended(i) < made.samples and i not in self._aborting:
+            self._aborting[i] = asyncio.create_task(self._abort_late(i, made, abort))
+
+    async def end(self) -> None:
+        """Nobody is waited for any longer."""
+        for task in self._aborting.values():
+            task.cancel()
+        await asyncio.gather(*self._aborting.values(), return_exceptions=True)
+
+    async def _abort_late(
+        self, i: int, made: _Groups, abort: Callable[[list[int]], Coroutine[None, None, None]]
+    ) -> None:
+        await asyncio.sleep(self._timeout_s)
+        if late := made.give_up(i):
+            with suppress(SidecarError):  # whoever reads the stream will notice
+                await abort(late)

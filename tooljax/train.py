@@ -29,7 +29,7 @@ from tooljax.rollouts import Groups, InterruptedRollout, Sidecars, open_sidecars
 from tooljax.trackers import Trackers, write_trajectories
 from tooljax.update import Metrics, TrainState, Updater
 
-UNTRAINABLE = ("engine_error", "tool_error", "aborted")
+UNTRAINABLE = ("engine_error", "tool_error", "interaction_error", "context_rewritten", "aborted")
 """Trajectories that ended so say nothing about the policy, whatever was sampled before."""
 
 
@@ -201,6 +201,8 @@ class Run:
             )
         except InterruptedRollout:
             self.source.restore(position)
+                quorum=self.config.sidecar.quorum,
+                straggler_timeout_s=self.config.sidecar.straggler_timeout_s,
             raise
 
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:

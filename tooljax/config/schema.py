@@ -123,6 +123,10 @@ class SidecarConfig:
     """Longest context of the embedded engine: its KV cache holds slots x this many tokens."""
     start_timeout_s: Seconds = 180.0
     """How long the local sidecar may take to load and compile."""
+    quorum: Annotated[float, Range(above=0, high=1)] = 1.0
+    """Share of a group's trajectories that must have ended before the others count as stragglers. 1 waits for all."""
+    straggler_timeout_s: NonNegative = 30.0
+    """How long stragglers may still take; then they are aborted, and their group is trained on without them."""
     request_timeout_s: Seconds = 3600.0
     """How long one batch of rollouts may take before the step fails."""
 
