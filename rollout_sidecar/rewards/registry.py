@@ -1,17 +1,14 @@
 """Finds a reward function by name, by a task's data_source, or in a file."""
 
 import difflib
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rollout_sidecar.rewards import code, gsm8k, math_answer, search_qa
 from rollout_sidecar.rewards.base import RewardFunction
+from rollout_sidecar.verl_names import load_user_file
 
 _BY_NAME: dict[str, RewardFunction] = {
     "gsm8k": gsm8k.compute_score,
@@ -71,7 +68,7 @@ def get_reward(name_or_path: str, data_source: str = "") -> RewardFunction:
             f"unknown reward {name_or_path!r}; there are: {', '.join(sorted(_BY_NAME))}, or give "
             "path/to/file.py:function"
         )
-    return _load(Path(path).resolve(), function)
+    return _load(Path(path), function)
 
 
 def _name_for(data_source: str) -> str | None:
@@ -129,24 +126,8 @@ def _parameters(function: RewardFunction) -> Iterable[str] | None:
     return [parameter.name for parameter in parameters if parameter.name not in verls]
 
 
-@cache
 def _load(file: Path, function: str) -> RewardFunction:
-    if not file.is_file():
-        raise ValueError(f"{file}: no such reward file")
-    # A name of its own, so that two files called reward.py do not meet.
-    name = f"reward_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    module = sys.modules.get(name)
-    if module is None:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None, f"{file} ends in .py"
-        assert spec.loader is not None, f"{file} ends in .py"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise ValueError(f"{file} could not be loaded: {error!r}") from error
+    module = load_user_file(file, "reward")
     found = getattr(module, function, None)
     if not callable(found):
         names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]

@@ -269,6 +269,19 @@ def test_a_file_alone_means_its_compute_score(tmp_path: Path):
     assert function is get_reward(f"{tmp_path}/reward.py:compute_score")
 
 
+async def test_files_written_for_verl_find_its_names(tmp_path: Path):
+    file = tmp_path / "for_verl.py"
+    file.write_text(
+        "from verl.utils.reward_score import gsm8k\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return gsm8k.compute_score(solution_str, ground_truth, format_score=0.25)\n"
+    )
+    answer = await compute(
+        get_reward(str(file)), data_source="d", solution_str="#### 41", ground_truth="42"
+    )
+    assert answer.reward == 0.25
+
+
 def test_arguments_that_nobody_takes_end_the_start(tmp_path: Path):
     check_reward("", {"format_score": 0.1, "measure": "f1"})
     check_reward("gsm8k", {"format_score": 0.1})
@@ -316,7 +329,7 @@ async def test_functions_in_files_sync_and_async(tmp_path: Path):
     [
         ("", "mine", "no built-in reward for data_source 'mine' .*path/to/file.py:function"),
         ("gsm9k", "", "unknown reward 'gsm9k'; there are: code, gsm8k, math, .* or give path"),
-        ("FOLDER/none.py:f", "", r"none\.py: no such reward file"),
+        ("FOLDER/none.py:f", "", r"reward: .*none\.py: no such file"),
         ("FOLDER/reward.py", "", "has no function 'compute_score'; it has: g"),
         ("FOLDER/reward.txt:f", "", "unknown reward"),
         ("FOLDER/reward.py:f", "", "has no function 'f'; it has: g"),
