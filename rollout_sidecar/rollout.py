@@ -330,7 +330,7 @@ class Rollout:
             timeout_s=self._limits.trajectory_timeout_s,
             metrics=self._agent.metrics,
         )
-        if final_score is not None:
+        if final_score is not None and self._scored.scored:
             self._scored.metrics["interaction_score"] = final_score
         self.error = self.error or self._scored.error
 
