@@ -17,12 +17,25 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
-Run = Callable[[str, str], Awaitable[str | None]]
-"""(program, standard input) to standard output; None if the program failed."""
+MAX_TIMEOUTS = 3
+"""A program that ran out of time so often fails the tests that are left without being run: else a hundred endless
+loops would outlast the trajectory, and a wrong answer would be no verdict."""
+
+
+class Ran(NamedTuple):
+    """What became of a program."""
+
+    stdout: str | None
+    """None if it failed."""
+    timed_out: bool = False
+
+
+Run = Callable[[str, str], Awaitable[Ran]]
+"""(program, standard input) to what became of it."""
 
 _CALL = """
 import json, sys
@@ -196,15 +209,17 @@ def _unwrapped(expected: Any) -> list[Any]:
 async def _passed(tests: Sequence[Case], run: Run, concurrency: int, *, stop_early: bool) -> int:
     """How many tests pass. With stop_early, none is started after one that failed."""
     places = asyncio.Semaphore(concurrency)
-    failed = False
+    failures = timeouts = 0
 
     async def passes(test: Case) -> bool:
-        nonlocal failed
+        nonlocal failures, timeouts
         async with places:
-            if stop_early and failed:
+            if (stop_early and failures) or timeouts >= MAX_TIMEOUTS:
                 return False
-            passed = test.passes(await run(test.source, test.stdin))
-            failed = failed or not passed
+            ran = await run(test.source, test.stdin)
+            passed = test.passes(ran.stdout)
+            failures += not passed
+            timeouts += ran.timed_out
             return passed
 
     try:
@@ -232,9 +247,10 @@ def _local(options: Mapping[str, Any], timeout_s: float) -> Run:
 
     box = shared_sandbox(SandboxOptions.from_config({"wall_s": timeout_s, **options}))
 
-    async def run(program: str, stdin: str) -> str | None:
+    async def run(program: str, stdin: str) -> Ran:
         result = await box.run(program, stdin=stdin, timeout_s=timeout_s)
-        return result.stdout if result.status == "ok" else None
+        stdout = result.stdout if result.status == "ok" else None
+        return Ran(stdout, timed_out=result.status == "timeout")
 
     return run
 
@@ -242,7 +258,7 @@ def _local(options: Mapping[str, Any], timeout_s: float) -> Run:
 def _fusion(url: str, language: str, timeout_s: float, memory_mb: int) -> Run:
     from rollout_sidecar.tools.sandbox_fusion_client import run_code
 
-    async def run(program: str, stdin: str) -> str | None:
+    async def run(program: str, stdin: str) -> Ran:
         result = await run_code(
             url,
             program,
@@ -251,6 +267,7 @@ def _fusion(url: str, language: str, timeout_s: float, memory_mb: int) -> Run:
             run_timeout_s=timeout_s,
             memory_limit_mb=memory_mb,
         )
-        return result.stdout if result.outcome == "ok" else None
+        stdout = result.stdout if result.outcome == "ok" else None
+        return Ran(stdout, timed_out=result.outcome == "timeout")
 
     return run

@@ -1,7 +1,7 @@
 """The reward of question answering with search: what stands in the last <answer>…</answer> against the known answers.
 
-Three measures, after SQuAD's normalisation (arXiv:1606.05250, appendix of its evaluation: lower case, no punctuation,
-no articles, single spaces): exact match; sub-match, where a known answer's words stand in a row in the answer; F1 over
+Three measures, after SQuAD's normalisation (arXiv:1606.05250, section 6.1: no punctuation and no articles; lower case
+and single spaces): exact match; sub-match, where a known answer's words stand in a row in the answer; F1 over
 words. Each is the best over the known answers. Search-R1's (arXiv:2503.09516) reward is the exact match.
 """
 

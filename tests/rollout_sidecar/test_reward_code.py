@@ -135,6 +135,14 @@ async def test_a_program_that_fails_fails_its_test(server):
         assert answer.reward == 0.0, body
 
 
+async def test_a_program_that_never_ends_is_soon_given_up(server):
+    tests = {"inputs": ["1"] * 20, "outputs": ["2"] * 20}
+    loop = "```python\nwhile True: pass\n```"
+    answer = await score(server, loop, tests, timeout_s=0.2, concurrency=1)
+    assert answer.reward == 0.0
+    assert len(server.requests) == 3
+
+
 async def test_without_a_program_nothing_is_run(server):
     answer = await score(server, "print(2)", PAIRS)
     assert (answer.reward, answer.metrics["answered"]) == (0.0, 0.0)
