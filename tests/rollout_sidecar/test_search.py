@@ -9,7 +9,8 @@ from aiohttp.test_utils import TestServer
 from rollout_sidecar.tools.base import ToolFailure
 from rollout_sidecar.tools.bm25 import make_app
 from rollout_sidecar.tools.bm25_index import open_index
-from rollout_sidecar.tools.gate import is_infrastructure
+from rollout_sidecar.tools.gate import GateOptions, is_infrastructure
+from rollout_sidecar.tools.registry import load_tools
 from rollout_sidecar.tools.search import Document, SearchTool, results_text
 
 STOCK = {"num_workers": 120, "rate_limit": 120, "timeout": 30, "topk": 3, "type": "native"}
@@ -173,3 +174,11 @@ def test_text_is_kept_as_it_is():
 def test_config_that_cannot_work_is_refused(config, problem):
     with pytest.raises(ValueError, match=problem):
         SearchTool({**STOCK, "retrieval_service_url": "http://localhost", **config}, None)
+
+
+@pytest.mark.parametrize("name", ["sandbox_fusion", "search", "bm25", "web_search", "gsm8k"])
+def test_shipped_configs_make_their_tools(name, request):
+    tools = load_tools(request.config.rootpath / "configs" / "tools" / f"{name}.yaml")
+    assert len(tools) == 1
+    for tool in tools.values():
+        GateOptions.of(tool.config, idempotent=getattr(tool, "idempotent", False))
