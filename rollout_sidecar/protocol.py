@@ -281,7 +281,7 @@ Frame = TrajectoryFrame | EndFrame
 
 
 class TensorEntry(Wire, frozen=True, kw_only=True):
-    """One tensor of a push, under its Hugging Face name. Its bytes are payload[offset : offset + nbytes]."""
+    """One tensor of a push, under its Hugging Face name. It is coded in payload[offset : offset + nbytes]."""
 
     name: str
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -289,8 +289,9 @@ class TensorEntry(Wire, frozen=True, kw_only=True):
     offset: NonNegative
     nbytes: NonNegative
     hash: str
-    """xxh3-128 of the bytes, hexadecimal."""
-    encoding: Literal["raw"] = "raw"
+    """xxh3-128 of the whole tensor's bytes, hexadecimal, however it is coded."""
+    encoding: Literal["raw", "delta", "same"] = "raw"
+    """Its bytes; what changed since the base version (rollout_sidecar.weight_codec); or nothing, it did not change."""
 
 
 class WeightsManifest(Wire, frozen=True, kw_only=True):
@@ -298,6 +299,8 @@ class WeightsManifest(Wire, frozen=True, kw_only=True):
 
     base_version: int | None = None
     """The version that encodings refer to; None when every tensor is sent whole."""
+    base_hash: str = ""
+    """The content hash of the base version."""
     tensors: list[TensorEntry]
     payload_bytes: NonNegative
     part_bytes: Positive

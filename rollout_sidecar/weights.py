@@ -2,19 +2,20 @@
 
 The old version is served until every byte of the new one has been verified and the engine has taken it; whatever
 fails on the way leaves the old version as it was. One push is staged at a time, in one buffer of the payload's size.
-Only whole tensors (encoding "raw") are known.
+
+Beside the engine's there is one copy of the weights on the host: the base that the next delta is added to. A push of
+whole tensors drops it when it begins and becomes it when it is served, so there are never two.
 """
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-import xxhash
-
-from rollout_sidecar.engines.base import Engine, WeightTensor
+from rollout_sidecar.engines.base import Engine
 from rollout_sidecar.errors import RequestError, describe
 from rollout_sidecar.protocol import (
     TensorEntry,
@@ -23,10 +24,13 @@ from rollout_sidecar.protocol import (
     WeightsStatus,
     content_hash,
 )
+from rollout_sidecar.weight_base import Applied, BadTensor, Base, verify
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _HASH = re.compile(r"[0-9a-f]{32}")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,12 +65,18 @@ class WeightStore:
         self._max_part_bytes = max_part_bytes
         self._paused = paused
         self._staging: Staging | None = None
+        self._base: Base | None = None
         self._committing = asyncio.Lock()
 
     @property
     def staged_bytes(self) -> int:
         """Size of the staging buffer, 0 between pushes."""
         return len(self._staging.buffer) if self._staging else 0
+
+    @property
+    def base_bytes(self) -> int:
+        """Size of the host copy of the weights being served, 0 if there is none."""
+        return self._base.nbytes if self._base else 0
 
     def begin(self, version: int, manifest: WeightsManifest) -> WeightsStatus:
         """Starts a push, or tells what is missing of the one under way. Anything else that was staged is dropped."""
@@ -82,18 +92,14 @@ class WeightStore:
                 f"version {version} is not newer than {served}, which is being served with other content;"
                 f" push version {served + 1} or above",
             )
-        if manifest.base_version is not None and manifest.base_version != served:
-            raise RequestError(
-                409,
-                "wrong_base",
-                f"base_version={manifest.base_version}, but {served} is being served;"
-                " send every tensor whole, with base_version null",
-                "$.base_version",
-            )
+        if manifest.base_version is not None:
+            self._check_base(manifest, served)
         staging = self._staging
         if staging is None or staging.version != version or staging.manifest != manifest:
             parts = math.ceil(manifest.payload_bytes / manifest.part_bytes)
             self._staging = None  # frees the old buffer before the new one is made
+            if manifest.base_version is None:
+                self._base = None  # not two copies at once; a delta that comes now is told that there is no base
             buffer = bytearray(manifest.payload_bytes)
             self._staging = staging = Staging(version, manifest, buffer, set(range(parts)))
         return staging.status()
@@ -130,35 +136,73 @@ class WeightStore:
                 )
             # Good or bad, what is staged has served its purpose: a bad push is sent again as a whole.
             self._staging = None
-            await asyncio.to_thread(verify, staging)
-            with self._paused():
-                await self._load(staging)
+            await self._swap(staging)
             self.content_hash = content_hash(staging.manifest.tensors)
             return WeightsCommitted(version=version, content_hash=self.content_hash)
 
-    async def _load(self, staging: Staging) -> None:
-        old = self._engine.policy_version
-        payload = memoryview(staging.buffer).toreadonly()
-        tensors = {
-            entry.name: WeightTensor(
-                entry.name, entry.dtype, tuple(entry.shape), payload[_slice(entry)]
-            )
-            for entry in staging.manifest.tensors
-        }
+    async def _swap(self, staging: Staging) -> None:
+        """Verifies, then hands the engine the whole set. What fails leaves base and engine as they were."""
+        manifest = staging.manifest
+        payload = memoryview(staging.buffer)
+        base, applied = self._base, Applied()
         try:
-            await self._engine.load_weights(tensors, staging.version)
+            if manifest.base_version is None:
+                for entry in manifest.tensors:
+                    await asyncio.to_thread(verify, entry, payload[_slice(entry)])
+                base = Base(manifest.tensors, staging.buffer)
+            else:
+                assert base is not None, "begin has seen to it, and nothing drops it meanwhile"
+                applied = await asyncio.to_thread(base.apply, manifest.tensors, payload)
+        except BadTensor as error:
+            raise RequestError(422, "hash_mismatch", str(error), error.name) from error
+        changed = None if manifest.base_version is None else frozenset(applied.changed)
+        try:
+            with self._paused():
+                await self._load(base, staging.version, changed)
+        except BaseException:
+            await asyncio.to_thread(applied.undo, base)
+            raise
+        base.accept(manifest.tensors)
+        self._base = base
+
+    async def _load(self, base: Base, version: int, changed: frozenset[str] | None) -> None:
+        old = self._engine.policy_version
+        try:
+            await self._engine.load_weights(base.tensors(), version, changed)
         except ValueError as error:
             raise RequestError(
                 422,
                 "rejected_weights",
-                f"the engine refused version {staging.version} and still serves {old}: {describe(error)}",
+                f"the engine refused version {version} and still serves {old}: {describe(error)}",
             ) from error
-        if self._engine.policy_version != staging.version:
+        if self._engine.policy_version != version:
             raise RequestError(
                 500,
                 "engine_error",
-                f"the engine took version {staging.version} but says it serves"
+                f"the engine took version {version} but says it serves"
                 f" {self._engine.policy_version}; restart the sidecar",
+            )
+
+    def _check_base(self, manifest: WeightsManifest, served: int) -> None:
+        """Raises RequestError 409 unless the push can be added to what is here."""
+        problem = ""
+        if manifest.base_version != served:
+            problem = f"base_version={manifest.base_version}, but {served} is being served"
+        elif self._base is None:
+            problem = f"there is no copy of version {served} to add a delta to"
+        elif manifest.base_hash and manifest.base_hash != self.content_hash:
+            problem = f"version {served} has the content {self.content_hash} here, not {manifest.base_hash}"
+        else:
+            try:
+                self._base.check(manifest.tensors)
+            except BadTensor as error:
+                problem = str(error)
+        if problem:
+            raise RequestError(
+                409,
+                "wrong_base",
+                f"{problem}; send every tensor whole, with base_version null",
+                "$.base_version",
             )
 
     def _staged(self, version: int) -> Staging:
@@ -174,21 +218,6 @@ class WeightStore:
         if self._committing.locked():
             raise RequestError(
                 409, "committing", "a commit is under way; try again when it is done"
-            )
-
-
-def verify(staging: Staging) -> None:
-    """Compares every tensor's bytes with its hash; raises RequestError 422 naming the first that differs."""
-    payload = memoryview(staging.buffer)
-    for entry in staging.manifest.tensors:
-        digest = xxhash.xxh3_128(payload[_slice(entry)]).hexdigest()
-        if digest != entry.hash:
-            raise RequestError(
-                422,
-                "hash_mismatch",
-                f"the bytes of {entry.name} hash to {digest}, not {entry.hash}; nothing was changed,"
-                " send the whole push again",
-                entry.name,
             )
 
 
@@ -215,7 +244,7 @@ def check_manifest(manifest: WeightsManifest, max_payload_bytes: int, max_part_b
     offset = 0
     names = set()
     for index, entry in enumerate(manifest.tensors):
-        _check_entry(entry, offset, f"$.tensors[{index}]")
+        _check_entry(entry, offset, f"$.tensors[{index}]", whole=manifest.base_version is None)
         if entry.name in names:
             raise _bad(f"$.tensors[{index}].name", f"{entry.name} is listed twice")
         names.add(entry.name)
@@ -226,7 +255,7 @@ def check_manifest(manifest: WeightsManifest, max_payload_bytes: int, max_part_b
         )
 
 
-def _check_entry(entry: TensorEntry, offset: int, where: str) -> None:
+def _check_entry(entry: TensorEntry, offset: int, where: str, *, whole: bool) -> None:
     if entry.offset != offset:
         raise _bad(
             f"{where}.offset",
@@ -234,8 +263,17 @@ def _check_entry(entry: TensorEntry, offset: int, where: str) -> None:
         )
     if any(size < 0 for size in entry.shape):
         raise _bad(f"{where}.shape", f"{entry.name} has the shape {entry.shape}")
-    expected = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
-    if entry.nbytes != expected:
+    if whole and entry.encoding != "raw":
+        raise _bad(
+            f"{where}.encoding",
+            f"{entry.name} is coded as {entry.encoding!r}, and there is no base_version",
+        )
+    if entry.encoding == "delta" and ITEM_BYTES[entry.dtype] != 2:
+        raise _bad(
+            f"{where}.encoding", f"{entry.name} is {entry.dtype}; deltas are of 16-bit types"
+        )
+    expected = 0 if entry.encoding == "same" else math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+    if entry.nbytes != expected and entry.encoding != "delta":
         raise _bad(
             f"{where}.nbytes",
             f"{entry.name} has {entry.nbytes} bytes, but {entry.dtype} {entry.shape} has {expected}",

@@ -30,8 +30,9 @@ from rollout_sidecar.protocol import (
     derive_seed,
 )
 from tooljax.config import Config
+from tooljax.config.schema import WeightsConfig
 from tooljax.launch import local_sidecar
-from tooljax.weights.push import PushReport, push_weights
+from tooljax.weights.push import PushReport, WeightSender
 
 Groups = list[list[Trajectory]]
 """Trajectories by task, then by sample."""
@@ -89,6 +90,7 @@ class Sidecars:
         self._nonce = uuid.uuid4().hex[:12]
         self._requests = 0
         self._first_version = 0
+        self._sender: WeightSender | None = None
         self.stop_requested = False
 
     def __enter__(self) -> "Sidecars":
@@ -135,22 +137,16 @@ class Sidecars:
                 )
 
     def push(
-        self,
-        tensors: Iterable[tuple[str, jax.Array]],
-        *,
-        step: int,
-        part_bytes: int,
-        timeout_s: float,
+        self, tensors: Iterable[tuple[str, jax.Array]], *, step: int, weights: WeightsConfig
     ) -> PushReport:
         """Sends the weights that the policy has after `step` steps; returns when every sidecar serves them."""
-        return self._runner.run(
-            push_weights(
-                self._clients,
-                tensors,
-                version=self._first_version + step,
-                part_bytes=part_bytes,
-                timeout_s=timeout_s,
+        if self._sender is None:
+            self._sender = WeightSender(
+                self._clients, mode=weights.mode, part_bytes=weights.part_bytes
             )
+        version = self._first_version + step
+        return self._runner.run(
+            self._sender.push(tensors, version=version, timeout_s=weights.timeout_s)
         )
 
     def policy_lag(self, trajectory: Trajectory, step: int) -> int:
@@ -164,12 +160,12 @@ class Sidecars:
         tasks: Sequence[Task],
         *,
         samples: int,
-        quorum: float = 1.0,
-        straggler_timeout_s: float = 0.0,
         seed: tuple[int, ...],
         sampling: SamplingParams,
         limits: Limits,
         reward_weights: RewardWeights | None = None,
+        quorum: float = 1.0,
+        straggler_timeout_s: float = 0.0,
         step: int | None = None,
         on_progress: Progress | None = None,
     ) -> Groups:
@@ -206,7 +202,7 @@ class Sidecars:
     def _collect(
         self, requests: Sequence[RolloutRequest], made: "_Groups", stragglers: "_Stragglers"
     ) -> None:
-        """Sends each client its request, and hands trajectories to add(client, trajectory) as they arrive."""
+        """Sends each client its request, and takes trajectories as they arrive."""
 
         async def ask(k: int) -> None:
             try:

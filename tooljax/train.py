@@ -58,8 +58,13 @@ def train(config: Config, sidecars: Sidecars) -> int:
             step += 1
             # Before anything that can fail: the next rollout must see these weights.
             with progress.phase("push"):
-                run.push(state, step)
-            metrics = {**run.describe(groups, step), **batch_metrics, **update_metrics}
+                push_metrics = run.push(state, step)
+            metrics = {
+                **run.describe(groups, step),
+                **batch_metrics,
+                **update_metrics,
+                **push_metrics,
+            }
             if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
                 with progress.phase("evaluate"):
                     metrics |= run.evaluate()
@@ -176,14 +181,14 @@ class Run:
         """Writes a checkpoint of `step`, unless it is there."""
         self.checkpointer.save(step, state, {"source": self.source.state()})
 
-    def push(self, state: TrainState, step: int) -> None:
+    def push(self, state: TrainState, step: int) -> Metrics:
         """Sends the weights to every sidecar and waits until all serve them."""
-        self.sidecars.push(
+        report = self.sidecars.push(
             self.policy.tensors(self.updater.compute_params(state)),
             step=step,
-            part_bytes=self.config.weights.part_bytes,
-            timeout_s=self.config.weights.timeout_s,
+            weights=self.config.weights,
         )
+        return report.metrics()
 
     def rollout(self, step: int, progress: Progress) -> Groups:
         """Trajectories of the next tasks. Interrupted, the tasks are still to come."""
@@ -196,13 +201,13 @@ class Run:
                 sampling=sampling(self.config.sampling),
                 limits=limits(self.config.limits),
                 reward_weights=reward_weights(self.config.reward, step),
+                quorum=self.config.sidecar.quorum,
+                straggler_timeout_s=self.config.sidecar.straggler_timeout_s,
                 step=step,
                 on_progress=progress.rollout,
             )
         except InterruptedRollout:
             self.source.restore(position)
-                quorum=self.config.sidecar.quorum,
-                straggler_timeout_s=self.config.sidecar.straggler_timeout_s,
             raise
 
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:

@@ -79,9 +79,19 @@ class Engine(Protocol):
         """The trajectory has ended: whatever is kept for its prefix may go. No-op if unknown."""
         ...
 
-    async def load_weights(self, tensors: Mapping[str, WeightTensor], policy_version: int) -> None:
-        """Replaces all weights at once, after running generations have ended their turn; forgets every cached prefix.
+    async def load_weights(
+        self,
+        tensors: Mapping[str, WeightTensor],
+        policy_version: int,
+        changed: frozenset[str] | None = None,
+    ) -> None:
+        """Replaces all weights at once, between tokens or turns of what is running; forgets every cached prefix.
 
         Raises ValueError, and keeps serving the old weights, if a name, shape or dtype does not fit the model.
+
+        Args:
+            tensors: the whole set. The bytes are valid, and the same, only until this returns.
+            policy_version: what they are called.
+            changed: names of those that differ from what was loaded last; None if that is not known.
         """
         ...

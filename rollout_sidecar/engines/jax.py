@@ -97,7 +97,12 @@ class JaxEngine:
         """Gives the trajectory's slot to others."""
         self._tell(lambda: self._release(trajectory_id))
 
-    async def load_weights(self, tensors: Mapping[str, WeightTensor], policy_version: int) -> None:
+    async def load_weights(
+        self,
+        tensors: Mapping[str, WeightTensor],
+        policy_version: int,
+        changed: frozenset[str] | None = None,
+    ) -> None:
         """Swaps all weights once the running turns have ended; turns that come meanwhile wait."""
         future: Future[None] = Future()
         self._promise(future, lambda: self._stage(tensors, policy_version, future))

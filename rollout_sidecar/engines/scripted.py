@@ -88,7 +88,12 @@ class ScriptedEngine:
         if self._turns.pop(trajectory_id, None) is not None:
             self.released.append(trajectory_id)
 
-    async def load_weights(self, tensors: Mapping[str, WeightTensor], policy_version: int) -> None:
+    async def load_weights(
+        self,
+        tensors: Mapping[str, WeightTensor],
+        policy_version: int,
+        changed: frozenset[str] | None = None,
+    ) -> None:
         """Records what was pushed."""
         self.loaded = list(tensors)
         self.policy_version = policy_version

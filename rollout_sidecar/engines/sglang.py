@@ -231,7 +231,12 @@ class SglangEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    async def load_weights(self, tensors: Mapping[str, WeightTensor], policy_version: int) -> None:
+    async def load_weights(
+        self,
+        tensors: Mapping[str, WeightTensor],
+        policy_version: int,
+        changed: frozenset[str] | None = None,
+    ) -> None:
         """Replaces the weights between two tokens of every running generation; forgets every cached prefix.
 
         Raises ValueError, with nothing changed, if a tensor does not fit the model. RuntimeError if SGLang fails half
@@ -240,6 +245,8 @@ class SglangEngine:
         from rollout_sidecar.engines.sglang_weights import stage
 
         check_tensors(tensors, self._shapes)
+        if changed is not None and not self._fault:
+            tensors = {name: tensors[name] for name in tensors if name in changed}
         device = "cuda" if self._on_one_gpu else "cpu"
         buckets = await asyncio.to_thread(stage, tensors, self.options.bucket_bytes, device)
         begun = time.monotonic()

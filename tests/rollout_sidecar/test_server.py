@@ -234,7 +234,7 @@ async def test_new_rollouts_wait_while_weights_are_swapped(tiny_tokenizer, http)
     swapping, go = asyncio.Event(), asyncio.Event()
 
     class Slow(ScriptedEngine):
-        async def load_weights(self, tensors, policy_version):
+        async def load_weights(self, tensors, policy_version, changed=None):
             swapping.set()
             await go.wait()
             await super().load_weights(tensors, policy_version)

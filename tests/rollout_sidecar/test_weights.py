@@ -21,7 +21,7 @@ class Engine(ScriptedEngine):
         self.bytes: dict[str, bytes] = {}
         self.pushes = 0
 
-    async def load_weights(self, tensors, policy_version):
+    async def load_weights(self, tensors, policy_version, changed=None):
         if "bad" in tensors:
             raise ValueError("bad is not in the model")
         await asyncio.sleep(0.01)
@@ -148,7 +148,9 @@ async def test_a_wrong_base_is_refused(store):
         lambda: store.begin(8, manifest), 409, "wrong_base", "send every tensor whole"
     )
     assert error.field == "$.base_version"
-    assert store.begin(8, replace(manifest, base_version=0)).missing_parts == [0, 1, 2]
+    assert "base_version=7, but 0 is being served" in error.message
+    fresh = replace(manifest, base_version=0)
+    await fails(lambda: store.begin(8, fresh), 409, "wrong_base", "there is no copy of version 0")
 
 
 async def test_another_push_replaces_the_one_that_was_staged(store, engine):

@@ -46,7 +46,12 @@ class KeepingEngine(ScriptedEngine):
         self.pushes = 0
         self.refuse = False
 
-    async def load_weights(self, tensors: Mapping[str, WeightTensor], policy_version: int) -> None:
+    async def load_weights(
+        self,
+        tensors: Mapping[str, WeightTensor],
+        policy_version: int,
+        changed: frozenset[str] | None = None,
+    ) -> None:
         if self.refuse:
             raise ValueError("the head does not fit")
         self.weights = {name: bytes(tensor.data) for name, tensor in tensors.items()}

@@ -205,7 +205,7 @@ def _is_running(process: Path) -> bool:
 async def test_the_embedded_engine_serves_what_is_pushed(tmp_path):
     from tooljax.model import hf
     from tooljax.model.decoder import Decoder, DecoderConfig
-    from tooljax.weights.push import push_weights
+    from tooljax.weights.push import WeightSender
 
     cfg = DecoderConfig(
         family="qwen2",
@@ -236,7 +236,8 @@ async def test_the_embedded_engine_serves_what_is_pushed(tmp_path):
     flat = [(name, jnp.zeros_like(x)) for name, x in hf.to_hf(cfg, decoder)]
     with local_sidecar(settings, log_path=tmp_path / "log") as (url, token):
         async with SidecarClient(url, token=token) as client:
-            report = await push_weights([client], flat, version=1, part_bytes=4096, timeout_s=30.0)
+            sender = WeightSender([client], mode="full", part_bytes=4096)
+            report = await sender.push(flat, version=1, timeout_s=30.0)
             assert (await client.info()).content_hash == report.content_hash
             [trajectory] = [t async for t in client.rollouts(request())]
     assert trajectory.status in ("completed", "max_tokens"), trajectory.error

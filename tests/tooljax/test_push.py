@@ -12,7 +12,7 @@ from rollout_sidecar.client import SidecarClient, SidecarError
 from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.model import hf
 from tooljax.model.decoder import Decoder, DecoderConfig
-from tooljax.weights.push import PushError, push_weights
+from tooljax.weights.push import PushError, WeightSender
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,8 @@ def decoder(dtype, seed=0):
 
 
 async def push(clients, tensors, version=1, part_bytes=1024, timeout_s=30.0):
-    return await push_weights(
-        clients, tensors, version=version, part_bytes=part_bytes, timeout_s=timeout_s
-    )
+    sender = WeightSender(clients, mode="full", part_bytes=part_bytes)
+    return await sender.push(tensors, version=version, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,7 +16,7 @@ from rollout_sidecar.client import SidecarError
 from rollout_sidecar.protocol import Limits, SamplingParams, Trajectory, VersionSpan, derive_seed
 from rollout_sidecar.tools.base import BaseTool, ToolResponse
 from tooljax.config import Config
-from tooljax.config.schema import SidecarConfig
+from tooljax.config.schema import SidecarConfig, WeightsConfig
 from tooljax.rollouts import Groups, InterruptedRollout, Sidecars, open_sidecars
 
 LIMITS = Limits(max_tokens_per_turn=64)
@@ -133,7 +133,7 @@ def test_a_token_is_read_from_its_file(tokenizer, tmp_path):
 
 def push(sidecars: Sidecars, step: int):
     tensors = [("a", jnp.arange(6, dtype=jnp.float32)), ("b", jnp.full((2, 2), step, jnp.float32))]
-    return sidecars.push(tensors, step=step, part_bytes=1024, timeout_s=10.0)
+    return sidecars.push(tensors, step=step, weights=WeightsConfig(part_bytes=1024, timeout_s=10.0))
 
 
 def test_versions_begin_above_whatever_a_sidecar_serves_and_grow_with_the_steps(tokenizer):

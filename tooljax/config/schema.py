@@ -258,6 +258,9 @@ class SftConfig:
 class WeightsConfig:
     """The push to the sidecars."""
 
+    mode: Literal["delta", "full"] = "delta"
+    """Send only the bfloat16 elements whose bits changed since the last acknowledged version, or all. Delta keeps a copy
+    of the weights on the devices and one on the host; float32 weights are always sent whole."""
     part_bytes: Annotated[int, Range(low=1024)] = 33_554_432
     """Size of one HTTP part of the payload."""
     timeout_s: Seconds = 600.0

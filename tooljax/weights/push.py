@@ -1,21 +1,19 @@
-"""Sends the policy's weights to the sidecars: all of them, whole, verified by hash before any is served."""
+"""Sends the policy's weights to the sidecars: what changed, or all of them, verified by hash before any is served."""
 
 import asyncio
-import bisect
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal
 
 import jax
-import numpy as np
-import xxhash
 
 from rollout_sidecar.client import SidecarClient, SidecarError
-from rollout_sidecar.protocol import TensorEntry, WeightsManifest, content_hash
+from rollout_sidecar.protocol import WeightsManifest, content_hash
+from tooljax.weights.payload import Base, Payload, delta_payload, full_payload
 
-DTYPES = get_args(TensorEntry.__annotations__["dtype"])
+ANOTHER_BASE = ("wrong_base", "hash_mismatch")
+"""Answers of a sidecar that lacks the base of a delta, or whose copy of it is damaged: it gets everything."""
 
 
 class PushError(SidecarError):
@@ -31,103 +29,143 @@ class PushReport:
 
     version: int
     bytes: int
-    """Sent to each sidecar."""
+    """Sent to each sidecar that had the base, or to all of them in a full push."""
+    full_bytes: int
+    """What a full push has."""
     seconds: float
     content_hash: str
+    changed_elements: int
+    """16-bit elements that differ from the base; 0 in a full push."""
+    elements: int
+    """16-bit elements that were compared with the base; 0 in a full push."""
+    full_resends: int
+    """Sidecars that did not have the base, and got everything."""
+
+    def metrics(self) -> dict[str, float]:
+        """What a step logs of its push."""
+        metrics = {
+            "weights/push_bytes": float(self.bytes),
+            "weights/push_ratio": self.full_bytes / max(self.bytes, 1),
+            "weights/full_resends": float(self.full_resends),
+        }
+        if self.elements:
+            metrics["weights/changed_frac"] = self.changed_elements / self.elements
+        return metrics
 
 
-async def push_weights(
-    clients: Sequence[SidecarClient],
-    tensors: Iterable[tuple[str, jax.Array]],
-    *,
-    version: int,
-    part_bytes: int,
-    timeout_s: float,
-) -> PushReport:
-    """Sends weights to every sidecar at once; returns when all of them serve exactly these.
+class WeightSender:
+    """Pushes version after version to the same sidecars, and knows what they serve.
 
-    Tensors are brought to the host one by one, and a copy of all is kept there until the end. Raises PushError,
-    naming each sidecar that did not acknowledge the version and the hash of its content.
-
-    Args:
-        clients: the sidecars.
-        tensors: weights under their Hugging Face names.
-        version: above the one that is served, or equal to it with the same content.
-        part_bytes: how much one HTTP request carries.
-        timeout_s: for sending and swapping, in all sidecars together.
+    In delta mode it keeps the last version that every sidecar has acknowledged: on the devices, to compare with, and
+    on the host, to hash and to send whole where a sidecar lost its copy.
     """
-    started = time.monotonic()
-    payload = _Payload(tensors)
-    manifest = WeightsManifest(
-        tensors=payload.entries, payload_bytes=payload.nbytes, part_bytes=part_bytes
-    )
-    sending = [
-        asyncio.create_task(client.push_weights(version, manifest, payload.read))
-        for client in clients
-    ]
-    try:
-        await asyncio.wait(sending, timeout=timeout_s)
-    finally:
-        for task in sending:
-            task.cancel()
-        # The client has compared each acknowledgement with the version and the hash of the manifest.
-        results = await asyncio.gather(*sending, return_exceptions=True)
-    failures = []
-    for client, result in zip(clients, results, strict=True):
-        if isinstance(result, asyncio.CancelledError):
-            failures.append(f"{client.url} was not done within {timeout_s:g} s (weights.timeout_s)")
-        elif isinstance(result, SidecarError):
-            failures.append(str(result))
-        elif isinstance(result, BaseException):
-            raise result
-    if failures:
-        raise PushError(
-            f"version {version} of the weights reached {len(clients) - len(failures)} of "
-            f"{len(clients)} sidecars: {'; '.join(failures)}"
+
+    def __init__(
+        self,
+        clients: Sequence[SidecarClient],
+        *,
+        mode: Literal["full", "delta"],
+        part_bytes: int,
+    ):
+        self._clients = clients
+        self._mode = mode
+        self._part_bytes = part_bytes
+        self._base: Base | None = None
+
+    async def push(
+        self, tensors: Iterable[tuple[str, jax.Array]], *, version: int, timeout_s: float
+    ) -> PushReport:
+        """Sends weights to every sidecar at once; returns when all of them serve exactly these.
+
+        Raises PushError, naming each sidecar that did not acknowledge the version and the hash of its content; the
+        base stays what it was.
+
+        Args:
+            tensors: weights under their Hugging Face names, the same names and shapes every time.
+            version: above the one that is served, or equal to it with the same content.
+            timeout_s: for sending and swapping, in all sidecars together.
+        """
+        started = time.monotonic()
+        # The host has one copy, the base, which is changed in place: until that is acknowledged there is no base.
+        base, self._base = self._base, None
+        payload = await asyncio.to_thread(self._code, base, tensors)
+        try:
+            resent = await self._send_all(payload, version, timeout_s)
+        except BaseException:
+            if payload.base is not None and base is not None:
+                payload.undo(base)
+                self._base = base
+            raise
+        if any(array.dtype.itemsize == 2 for array in payload.arrays.values()):
+            self._base = payload.acknowledged(version)
+        return PushReport(
+            version=version,
+            bytes=payload.nbytes,
+            full_bytes=payload.full_bytes,
+            seconds=time.monotonic() - started,
+            content_hash=content_hash(payload.entries),
+            changed_elements=payload.changed_elements,
+            elements=payload.elements,
+            full_resends=resent,
         )
-    return PushReport(
-        version, payload.nbytes, time.monotonic() - started, content_hash(payload.entries)
-    )
 
+    def _code(self, base: Base | None, tensors: Iterable[tuple[str, jax.Array]]) -> Payload:
+        if self._mode == "full":
+            return full_payload(tensors, keep_arrays=False)
+        named = dict(tensors)
+        if base is not None and base.fits(named):
+            return delta_payload(base, named)
+        return full_payload(named.items(), keep_arrays=True)
 
-class _Payload:
-    """All tensors on the host, seen as one stream of bytes."""
-
-    def __init__(self, tensors: Iterable[tuple[str, jax.Array]]):
-        self.entries: list[TensorEntry] = []
-        self._data: list[memoryview] = []
-        offset = 0
-        for name, tensor in tensors:
-            dtype = str(tensor.dtype)
-            if dtype not in DTYPES:
-                raise ValueError(f"{name} is {dtype}; weights are pushed as {', '.join(DTYPES)}")
-            # JAX runs on little-endian machines only, which is the order on the wire. A flat view of bytes, because
-            # bfloat16 has no buffer of its own.
-            host = np.ascontiguousarray(np.asarray(tensor))
-            data = host.reshape(-1).view(np.uint8).data
-            entry = TensorEntry(
-                name=name,
-                dtype=dtype,  # type: ignore[arg-type]
-                shape=list(tensor.shape),
-                offset=offset,
-                nbytes=data.nbytes,
-                hash=xxhash.xxh3_128_hexdigest(data),
+    async def _send_all(self, payload: Payload, version: int, timeout_s: float) -> int:
+        """How many sidecars got everything although a delta was meant for them."""
+        sending = [
+            asyncio.create_task(self._send(client, payload, version)) for client in self._clients
+        ]
+        try:
+            await asyncio.wait(sending, timeout=timeout_s)
+        finally:
+            for task in sending:
+                task.cancel()
+            results = await asyncio.gather(*sending, return_exceptions=True)
+        failures = []
+        for client, result in zip(self._clients, results, strict=True):
+            if isinstance(result, asyncio.CancelledError):
+                failures.append(
+                    f"{client.url} was not done within {timeout_s:g} s (weights.timeout_s)"
+                )
+            elif isinstance(result, SidecarError):
+                failures.append(str(result))
+            elif isinstance(result, BaseException):
+                raise result
+        if failures:
+            raise PushError(
+                f"version {version} of the weights reached {len(sending) - len(failures)} of "
+                f"{len(sending)} sidecars: {'; '.join(failures)}"
             )
-            self.entries.append(entry)
-            self._data.append(data)
-            offset += data.nbytes
-        self.nbytes = offset
-        self._ends = list(itertools.accumulate(data.nbytes for data in self._data))
+        return sum(result is True for result in results)
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the stream, from one tensor or several."""
-        pieces = []
-        index = bisect.bisect_right(self._ends, offset)
-        while nbytes > 0:
-            start = offset - self.entries[index].offset
-            piece = self._data[index][start : start + nbytes]
-            pieces.append(piece)
-            offset += piece.nbytes
-            nbytes -= piece.nbytes
-            index += 1
-        return b"".join(pieces)
+    async def _send(self, client: SidecarClient, payload: Payload, version: int) -> bool:
+        """Whether the sidecar got everything although a delta was meant for it.
+
+        The client compares each acknowledgement with the version and the hash of the manifest.
+        """
+        manifest = WeightsManifest(
+            tensors=payload.entries,
+            payload_bytes=payload.nbytes,
+            part_bytes=self._part_bytes,
+            base_version=payload.base.version if payload.base else None,
+            base_hash=payload.base.content_hash if payload.base else "",
+        )
+        try:
+            await client.push_weights(version, manifest, payload.read)
+            return False
+        except SidecarError as error:
+            if payload.base is None or error.kind not in ANOTHER_BASE:
+                raise
+        whole = payload.whole()
+        manifest = WeightsManifest(
+            tensors=whole.entries, payload_bytes=whole.nbytes, part_bytes=self._part_bytes
+        )
+        await client.push_weights(version, manifest, whole.read)
+        return True

@@ -1,0 +1,109 @@
+"""A coded delta gives back exactly what changed, costs little more than entropy, and garbage is an error."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_sidecar.weight_codec import ESCAPE, Delta, decode, encode, entropy_floor_bits
+
+
+def test_a_worked_case():
+    old = np.array([10, 20, 30, 40], np.uint16)
+    new = np.array([10, 21, 30, 39], np.uint16)
+    delta = Delta.between(old, new)
+    assert delta.positions.tolist() == [1, 3]
+    assert delta.moves.tolist() == [1, 65535]
+    data = encode(delta)
+    changed, escapes, *_ = struct.unpack_from("<QQIIII", data)
+    assert (changed, escapes) == (2, 0)
+    decoded = decode(data, 4)
+    decoded.apply(old)
+    assert old.tolist() == new.tolist()
+    decoded.undo(old)
+    assert old.tolist() == [10, 20, 30, 40]
+
+
+@given(
+    st.integers(1, 300_000),
+    st.lists(st.tuples(st.integers(0, 2**31), st.integers(0, 65535)), max_size=40),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_change_comes_back(elements, changes):
+    rng = np.random.default_rng(elements)
+    old = rng.integers(0, 65536, elements).astype(np.uint16)
+    new = old.copy()
+    for where, bits in changes:
+        new[where % elements] = bits
+    delta = decode(encode(Delta.between(old, new)), elements)
+    restored = old.copy()
+    delta.apply(restored)
+    assert np.array_equal(restored, new)
+    delta.undo(restored)
+    assert np.array_equal(restored, old)
+
+
+@pytest.mark.parametrize("gap", [ESCAPE - 1, ESCAPE, ESCAPE + 1, 10 * ESCAPE])
+def test_long_gaps_are_escaped(gap):
+    delta = Delta(np.array([gap, 2 * gap + 1]), np.array([7, 9], np.uint16))
+    decoded = decode(encode(delta), 2 * gap + 2)
+    assert decoded.positions.tolist() == [gap, 2 * gap + 1]
+    assert decoded.moves.tolist() == [7, 9]
+
+
+@pytest.mark.parametrize("density", [1e-3, 1e-2, 0.1, 0.3])
+def test_the_size_is_near_the_entropy_floor_even_for_random_values(density):
+    rng = np.random.default_rng(0)
+    old = rng.integers(0, 65536, 2_000_000).astype(np.uint16)
+    where = np.flatnonzero(rng.random(old.size) < density)
+    new = old.copy()
+    new[where] = rng.integers(0, 65536, where.size)
+    delta = Delta.between(old, new)
+    floor = entropy_floor_bits(old.size, len(delta.positions)) / 8
+    assert len(encode(delta)) <= 1.25 * floor
+    # One unit in the last place, as after an optimizer step: a fraction of the floor.
+    new[where] = old[where] + rng.choice([1, 65535], where.size).astype(np.uint16)
+    assert len(encode(Delta.between(old, new))) <= 0.8 * floor
+
+
+def test_the_floor_by_hand():
+    # p = 1/2: one bit of position and half of 16 bits of value an element.
+    assert entropy_floor_bits(100, 50) == pytest.approx(100 * (1 + 8))
+    assert entropy_floor_bits(100, 0) == 0
+
+
+def damaged():
+    """Codes that no delta of 100 elements has, and what is said of them."""
+    good = encode(Delta(np.array([5, 90]), np.array([1, 2], np.uint16)))
+    header = struct.unpack_from("<QQIIII", good)
+    sizes, body = header[2:], good[32:]
+    yield b"short", "its header alone"
+    yield struct.pack("<QQIIII", 101, 0, *sizes) + body, "changes 101 of 100 elements"
+    yield good[:-1], "not what its header says"
+    yield good + b"x", "not what its header says"
+    yield struct.pack("<QQIIII", 3, 0, *sizes) + body, "unpacks to 2 bytes instead of 3"
+    yield good[:32] + bytes(len(body)), "plane of the delta"
+    far = encode(Delta(np.array([5, 150]), np.array([1, 2], np.uint16)))
+    yield far, "beyond the 100"
+    escaped = encode(Delta(np.array([5, 5 + 2 * ESCAPE]), np.array([1, 2], np.uint16)))
+    yield escaped, "beyond the 100"
+    none = struct.pack("<QQIIII", 2, 1, *sizes) + body + bytes(8)
+    yield none, "not as many as its header says"
+
+
+@pytest.mark.parametrize(("data", "message"), list(damaged()))
+def test_what_is_no_delta_is_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        decode(data, 100)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_garbage_never_does_anything_but_raise(data):
+    try:
+        delta = decode(data, 1000)
+    except ValueError:
+        return
+    assert len(delta.positions) <= 1000
