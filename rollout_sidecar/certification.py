@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rollout_sidecar.conversation import ContextPolicy, Conversation, first_difference, replay
 from rollout_sidecar.errors import RolloutError
-from rollout_sidecar.formats import ToolFormat, get_format
+from rollout_sidecar.formats import ToolFormat, choose_format, get_format
 from rollout_sidecar.protocol import Message
 from rollout_sidecar.templates import PROBE_TOOL, chat_template
 from rollout_sidecar.tokenizer import ChatTokenizer
@@ -22,6 +22,7 @@ Kind = Literal["append-only", "fork-needed", "unsupported"]
 
 _BEFORE, _SHOWN_IDS, _SHOWN_TEXT = 3, 8, 24
 """Ids shown before the first that differs, from there on, and as text."""
+_THINKING = "<think>\nSome thoughts.\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,6 @@ def _cases(
     tokenizer: ChatTokenizer, tool_format: ToolFormat
 ) -> Iterator[tuple[str, list[Message]]]:
     template = chat_template(tokenizer, tool_format)
-    call = ("probe_tool", {"x": 1})
     start = {"role": "user", "content": "a question"}
     user = {"role": "user", "content": "another question"}
 
@@ -156,19 +156,47 @@ def _cases(
         if template.think_open and not thinking:
             continue  # such a turn always has thinking
         what = ", with thinking" if thinking else ""
-        think = "<think>\nSome thoughts.\n</think>\n\n" if thinking else ""
-        answer = {"role": "assistant", "content": think + "An answer."}
 
-        def calling(count: int, think: str = think) -> Message:
-            text = tool_format.render_turn("", [call] * count)
-            return {"role": "assistant", "content": think + text}
+        def turn(content: str, calls: int, thinking: bool = thinking) -> Message:
+            text = tool_format.render_turn(content, [("probe_tool", {"x": 1})] * calls)
+            written = _thinking_turn(tokenizer, content, calls) if thinking else ""
+            text = written or (_THINKING if thinking else "") + text
+            return {"role": "assistant", "content": text}
 
-        one_round = [calling(1), *results(1)]
+        answer = turn("An answer.", 0)
+        one_round = [turn("", 1), *results(1)]
         yield f"a tool result{what}", [start, *one_round]
-        yield f"two tool results{what}", [start, calling(2), *results(2)]
+        yield f"two tool results{what}", [start, turn("", 2), *results(2)]
         yield f"two rounds of tool results{what}", [start, *one_round, *one_round]
         yield f"a user message{what}", [start, answer, user]
         yield f"a user message after a tool result{what}", [start, *one_round, answer, user]
+
+
+def _thinking_turn(tokenizer: ChatTokenizer, content: str, calls: int) -> str:
+    """A turn with thinking as the template itself writes the last one, "" if it does not know such: line breaks
+    around thoughts differ."""
+    call = {"type": "function", "function": {"name": "probe_tool", "arguments": {"x": 1}}}
+    message: Message = {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": "Some thoughts.",
+        "tool_calls": [{"id": f"call{i:05d}", **call} for i in range(calls)],
+    }
+    if not calls:
+        del message["tool_calls"]
+    asked = [{"role": "user", "content": "x"}]
+    try:
+        before = tokenizer.render(asked, [PROBE_TOOL], add_generation_prompt=False)
+        generate = tokenizer.render(asked, [PROBE_TOOL]).removeprefix(before)
+        text = tokenizer.render([*asked, message], [PROBE_TOOL], add_generation_prompt=False)
+    except ValueError:
+        return ""
+    generate = generate.partition("<think>")[0]
+    if not text.startswith(before + generate) or "Some thoughts." not in text:
+        return ""
+    text = text.removeprefix(before + generate)
+    end = tokenizer.turn_end_text
+    return text[: text.rfind(end)] if end and end in text else text
 
 
 def _difference(
@@ -250,11 +278,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "which it does not.",
     )
     parser.add_argument("model", help="folder with tokenizer.json and a chat template")
-    parser.add_argument("--tool_format", default="hermes")
+    parser.add_argument(
+        "--tool_format", default="auto", help="default: the one that the chat template asks for"
+    )
     args = parser.parse_args(argv)
     try:
         tokenizer = ChatTokenizer.from_folder(args.model)
-        tool_format = get_format(args.tool_format)
+        auto = args.tool_format == "auto"
+        tool_format = choose_format(tokenizer) if auto else get_format(args.tool_format)
     except ValueError as error:
         print(f"rollout_sidecar.certification: {error}", file=sys.stderr)
         return 2

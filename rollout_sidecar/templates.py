@@ -118,7 +118,7 @@ class ChatTemplate:
         calls = [
             _call(
                 message.get("name") or "tool",
-                {"x": SENTINEL} if i == count - 1 else {},
+                {"x": SENTINEL},
                 message.get("tool_call_id") or _call_id(i),
             )
             for i, message in enumerate(messages[:count])
@@ -126,7 +126,7 @@ class ChatTemplate:
         calling = {"role": "assistant", "content": "", "tool_calls": calls}
         prepared = self._fold(self._prepare([calling, *messages]))
         text = self._tokenizer.render([_ASKED[0], *prepared], tools)
-        tail = text.partition(SENTINEL)[2]
+        tail = text.rpartition(SENTINEL)[2]  # some write only the first call
         ends = [*self._stop_texts(), self.turn_end]
         found = [(tail.index(end), end) for end in ends if end and end in tail]
         if not found:
@@ -146,60 +146,60 @@ class ChatTemplate:
     def _prepare(self, messages: Sequence[Message]) -> list[Fields]:
         """Messages with the roles and fields that this template has; tool calls and results get ids that match."""
         prepared: list[Fields] = []
-        open_calls: list[Fields] = []  # structured calls that have no result yet
-        in_results = False
-        calls_made = 0
+        calls: list[Fields] = []  # of the last assistant message
+        structured = False
+        calls_made = results = 0
         for i, message in enumerate(messages):
             fields = dict(message)
-            is_result = False
             if fields.get("role") == "assistant":
-                open_calls = self._calls_of(message, messages[i + 1 :], calls_made)
-                calls_made += len(open_calls)
-                if open_calls:
-                    fields |= {
-                        "content": self._text_without_calls(message),
-                        "tool_calls": [*open_calls],
-                    }
+                following = [later.get("role") for later in messages[i + 1 :]]
+                calls, structured = self._calls_of(message, following, calls_made)
+                calls_made += len(calls)
+                results = 0
+                if structured:
+                    fields |= {"content": self._text_beside_calls(message), "tool_calls": calls}
                 elif fields.pop("tool_calls", None):
                     fields["content"] = self.assistant_text(message)
             elif fields.get("role") == "tool":
-                is_result = not self.has_tool_role or (self.results_need_calls and not open_calls)
-                if is_result:
+                call = (
+                    calls[results] if results < len(calls) else _call("", {}, _call_id(calls_made))
+                )
+                results += 1
+                if not self.has_tool_role or (self.results_need_calls and not structured):
                     text = self._format.render_result(fields["content"])
+                    if i and messages[i - 1].get("role") == "tool":
+                        prepared[-1]["content"] += "\n" + text
+                        continue
                     fields = {"role": "user", "content": text}
                 else:
-                    call = open_calls.pop(0) if open_calls else {}
-                    fields.setdefault("tool_call_id", call.get("id") or _call_id(calls_made))
-                    if call:
+                    fields.setdefault("tool_call_id", call["id"])
+                    if call["function"]["name"]:
                         fields.setdefault("name", call["function"]["name"])
-            if is_result and in_results:
-                prepared[-1]["content"] += "\n" + fields["content"]
-            else:
-                prepared.append(fields)
-            in_results = is_result
+            prepared.append(fields)
         return prepared
 
     def _calls_of(
-        self, message: Message, following: Sequence[Message], calls_made: int
-    ) -> list[Fields]:
-        """The calls of an assistant message as tool_calls, if the template is to write them."""
-        if message.get("tool_calls") and self.has_tool_calls:
+        self, message: Message, following: Sequence[str | None], calls_made: int
+    ) -> tuple[list[Fields], bool]:
+        """The calls of an assistant message, and whether the template is to write them from tool_calls."""
+        if message.get("tool_calls"):
             calls = [{**call, "function": _function(call)} for call in message["tool_calls"]]
             ids = self._ids_of([call["function"] for call in calls], calls_made)
-            return [
+            calls = [
                 {"type": "function", "id": id, **call} for id, call in zip(ids, calls, strict=True)
             ]
-        roles = [later.get("role") for later in following]
-        if not self.results_need_calls or message.get("tool_calls") or roles[:1] != ["tool"]:
-            return []
-        parsed = self._format.parse(message["content"], think_open=False)
-        results = next((i for i, role in enumerate(roles) if role != "tool"), len(roles))
-        if len(parsed) != results or any(call.error for call in parsed):
-            return []  # a call that cannot be read cannot be structured: the text stays as it was written
-        return [
+            return calls, self.has_tool_calls
+        if following[:1] != ["tool"]:
+            return [], False
+        parsed = self._format.parse(message["content"])
+        calls = [
             _call(call.name, call.arguments or {}, call.call_id or _call_id(calls_made + i))
             for i, call in enumerate(parsed)
         ]
+        results = next((i for i, role in enumerate(following) if role != "tool"), len(following))
+        # A call that cannot be read cannot be structured: the text stays as it was written.
+        readable = len(parsed) == results and not any(call.error for call in parsed)
+        return calls, self.results_need_calls and readable
 
     def _ids_of(self, functions: Sequence[Fields], calls_made: int) -> list[str]:
         """The ids that calls have in this format (Kimi: functions.f:0), or any where it has none."""
@@ -213,11 +213,11 @@ class ChatTemplate:
             return ids
         return [call.call_id or id for call, id in zip(parsed, ids, strict=True)]
 
-    def _text_without_calls(self, message: Message) -> str:
+    def _text_beside_calls(self, message: Message) -> str:
         text = message["content"]
         if message.get("tool_calls"):
             return text
-        for call in self._format.parse(text, think_open=False):
+        for call in self._format.parse(text):
             text = text.replace(call.raw, "", 1)
         return text.rstrip()
 

@@ -144,19 +144,21 @@ class ChatTokenizer:
         return plain
 
     @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches the text of any special token, the longest first."""
+        return _longest_first(self._added[id].content for id in self.special_ids)
+
+    @cached_property
     def control_pattern(self) -> re.Pattern[str]:
         """Matches the text of any control token, the longest first."""
-        texts = {self._added[id].content for id in self.control_ids} - {""}
-        longest_first = sorted(texts, key=lambda text: (-len(text), text))
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        return _longest_first(self._added[id].content for id in self.control_ids)
 
     def hides_control(self, text: str) -> bool:
         """Whether a control token appears only once the tokenizer has normalised the text: `<|IM_END|>` lower-cased."""
         if not self._normalises:
             return False
-        normalised = self._tokenizer.normalizer.normalize_str(text)
-        found = self._normalised_pattern.findall(normalised)
-        return len(found) > len(self.control_pattern.findall(text))
+        rest = self.control_pattern.sub("\0", text)
+        return bool(self._normalised_pattern.search(self._tokenizer.normalizer.normalize_str(rest)))
 
     @cached_property
     def _normalises(self) -> bool:
@@ -166,18 +168,24 @@ class ChatTokenizer:
     @cached_property
     def _normalised_pattern(self) -> re.Pattern[str]:
         texts = {self._added[id].content for id in self.control_ids if self._added[id].normalized}
-        normalised = {self._tokenizer.normalizer.normalize_str(text) for text in texts}
-        return re.compile("|".join(map(re.escape, sorted(normalised, key=len, reverse=True))))
+        return _longest_first(map(self._tokenizer.normalizer.normalize_str, texts))
 
     def encode(self, text: str, *, plain: bool = False) -> list[int]:
         """Token ids of `text`; nothing is added. With `plain`, texts of control tokens become ordinary tokens."""
         if not plain:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         ids = self._plain.encode(text, add_special_tokens=False).ids
-        if len(text) > 1 and not self.control_ids.isdisjoint(ids):
-            # The vocabulary itself holds the text, and the model found it: it cannot find it in single characters.
-            return [id for character in text for id in self.encode(character, plain=True)]
-        return ids
+        if self.control_ids.isdisjoint(ids):
+            return ids
+        # The vocabulary itself holds the text, and the model found it: it cannot find it in single characters.
+        pieces: list[str] = []
+        position = 0
+        for match in self.control_pattern.finditer(text):
+            pieces += [text[position : match.start()], *match.group()]
+            position = match.end()
+        pieces += [text[position:]] if position else list(text)
+        encoded = [self._plain.encode(piece, add_special_tokens=False).ids for piece in pieces]
+        return [id for ids in encoded for id in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of `ids`. Ids beyond the vocabulary (a model's padding rows) have no text."""
@@ -240,6 +248,12 @@ def _is_markup(text: str, template_sources: str) -> bool:
     if text[:1].isalnum() or text[-1:].isalnum() or not any(map(str.isalnum, text)):
         return False
     return bool(re.fullmatch(r"<[|｜].*[|｜]>", text)) or text in template_sources
+
+
+def _longest_first(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the texts, of several at one place the longest."""
+    ordered = sorted({*texts} - {""}, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
 
 def normalise_stop(ids: Sequence[int], stop_id: int) -> list[int]:

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from rollout_sidecar.tokenizer import ChatTokenizer, normalise_stop
 
@@ -42,6 +43,45 @@ def test_plain_encoding_has_no_special_tokens_and_decodes_to_the_same_text(
 def test_plain_encoding_leaves_the_other_encoding_as_it_was(tiny_tokenizer: ChatTokenizer):
     assert len(tiny_tokenizer.encode("<|im_end|>", plain=True)) > 1
     assert tiny_tokenizer.encode("<|im_end|>") == [2]
+
+
+def test_control_tokens_are_special_ones_and_those_that_frame_conversations(make_tokenizer):
+    # The template writes <tool_response>; runs of spaces and words are ordinary though they are added tokens.
+    added = [
+        "<tool_response>",
+        "<|obs|>",
+        "<｜User｜>",
+        "<table>",
+        "\n\n",
+        "    ",
+        "user",
+        "system",
+    ]
+    tokenizer = make_tokenizer(added=added)
+    assert tokenizer.special_ids == {0, 1, 2}
+    framing = set(map(tokenizer.token_id, added[:3]))
+    assert tokenizer.control_ids == {0, 1, 2} | framing
+    text = "a<tool_response>    b<|obs|><table><｜User｜><|im_end|>"
+    assert framing < set(tokenizer.encode(text))
+    ids = tokenizer.encode(text, plain=True)
+    assert not tokenizer.control_ids & set(ids)
+    assert {tokenizer.token_id("    "), tokenizer.token_id("<table>")} < set(ids)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.leading_control("<|obs|>x") == "<|obs|>"
+    assert tokenizer.leading_control("x<|obs|>") == ""
+
+
+def test_plain_encoding_where_the_model_itself_knows_the_text():
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((c, -2.0) for c in "</s>ab")]
+    unigram = Tokenizer(models.Unigram(pieces, unk_id=0))
+    unigram.add_special_tokens(["<s>", "</s>"])
+    template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+    tokenizer = ChatTokenizer(unigram, {"default": template}, named_tokens={"eos_token": "</s>"})
+    plain = Tokenizer.from_str(unigram.to_str())
+    plain.encode_special_tokens = True
+    assert plain.encode("a<s>").ids[-1] == 1  # the switch alone does not help
+    ids = tokenizer.encode("ab<s>b</s>a<", plain=True)
+    assert ids == [unigram.token_to_id(c) for c in "ab<s>b</s>a<"]
 
 
 def test_a_merge_is_applied(tiny_tokenizer: ChatTokenizer):
