@@ -45,8 +45,8 @@ MODULES: dict[str, dict[str, str]] = {
     "verl.tools.sandbox_fusion_tools": {
         "SandboxFusionTool": "rollout_sidecar.tools.sandbox_fusion:SandboxFusionTool"
     },
-    "verl.tools.mcp_base_tool": {"MCPBaseTool": "rollout_sidecar.tools.mcp.tools:MCPTool"},
-    "verl.tools.mcp_search_tool": {"MCPSearchTool": "rollout_sidecar.tools.mcp.tools:MCPTool"},
+    "verl.tools.mcp_base_tool": {"MCPBaseTool": "rollout_sidecar.tools.mcp:McpTool"},
+    "verl.tools.mcp_search_tool": {"MCPSearchTool": "rollout_sidecar.tools.mcp:McpTool"},
     "verl.interactions": {},
     "verl.interactions.base": {
         "BaseInteraction": "rollout_sidecar.interactions.base:BaseInteraction"

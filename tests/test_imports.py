@@ -16,6 +16,12 @@ SHARED = frozenset(
 )
 """The modules of the sidecar that the trainer uses too."""
 
+USER_FILES = frozenset(
+    f"rollout_sidecar.{name}"
+    for name in ("profiles", "tools", "interactions.registry", "rewards.registry")
+)
+"""The readers of users' files, which the report on them uses as a run would."""
+
 WIRE = {"aiohttp", "msgspec", "xxhash"}
 SIDECAR = WIRE | {"jinja2", "numpy", "tokenizers", "yaml"}
 ARRAYS = {"jax", "jaxtyping", "ml_dtypes", "numpy"}
@@ -37,6 +43,7 @@ class Rule(NamedTuple):
 RULES = [  # the first whose prefix fits
     Rule("pallas_kernels", frozenset({"pallas_kernels"}), ARRAYS),
     Rule("tooljax.config", frozenset({"tooljax.config"}), set()),
+    Rule("tooljax.compat", SHARED | {"tooljax"} | USER_FILES, TRAINER),
     Rule("tooljax", SHARED | {"tooljax", "pallas_kernels"}, TRAINER),
     Rule("rollout_sidecar.protocol", frozenset({"rollout_sidecar.protocol"}), WIRE),
     Rule("rollout_sidecar.client", SHARED, WIRE),
@@ -83,6 +90,8 @@ def test_imports_between_packages_follow_the_table():
         ("tooljax.config.gin", "from tooljax import batch"),
         ("tooljax.batch", "from rollout_sidecar.agent import Agent"),
         ("tooljax.batch", "from rollout_sidecar import agent"),
+        ("tooljax.batch", "from rollout_sidecar.tools.registry import load_tools"),
+        ("tooljax.compat.files", "from rollout_sidecar import agent"),
         ("tooljax.batch", "def f():\n    import torch"),
         ("rollout_sidecar.server", "from jax import numpy"),
         ("rollout_sidecar.server", "from tooljax.config import Config"),
@@ -99,6 +108,7 @@ def test_the_table_forbids(module, line):
     ("module", "line"),
     [
         ("tooljax.batch", "from rollout_sidecar import protocol"),
+        ("tooljax.compat.files", "from rollout_sidecar.tools.registry import load_tools"),
         ("tooljax.batch", "from rollout_sidecar.formats.base import get_format"),
         ("rollout_sidecar.engines.jax", "from tooljax.model import sampler"),
         ("rollout_sidecar.server", "import asyncio, aiohttp"),
@@ -133,6 +143,7 @@ def _modules_that_come_with(module: str) -> set[str]:
         ("rollout_sidecar.server", {"jax", "jaxlib", "flax", "torch", "sglang", "tooljax"}),
         ("rollout_sidecar.client", {"jax", "torch", "tokenizers", "rollout_sidecar.server"}),
         ("tooljax.train", {"torch", "transformers", "sglang", "rollout_sidecar.server"}),
+        ("tooljax.compat.report", {"jax", "torch", "mcp", "rollout_sidecar.server"}),
     ],
 )
 def test_an_import_stays_light(module, unwanted):

@@ -68,8 +68,6 @@ async def open_tools(
                 open_mcp_tools,
             )  # only who has servers needs mcp
 
-            if "class_name" in entry:
-                entry = {**entry, "class_name": import_user_object(str(entry["class_name"]), where)}
             made = await open_mcp_tools(entry, where=where, base_dir=file.parent)
             _add(tools, _shown(made.values(), where, profile), where)
         else:

@@ -1,0 +1,378 @@
+"""verl's options as settings of ours: the table, and how its values are read from YAML files and launch scripts."""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_origin
+
+import yaml
+
+from rollout_sidecar.formats import get_format
+from tooljax.compat.points import PROFILE_FIELD
+from tooljax.config.gin import SECTIONS
+from tooljax.config.values import WrongValue, convert
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+TURNS = f"{ROLLOUT}.multi_turn"
+
+
+class Cannot(Exception):
+    """The option has a value that cannot run here; the message says why, and what to do."""
+
+
+class Left(Exception):
+    """The option's value needs no setting; the message says why."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of verl."""
+
+    name: str
+    field: str = ""
+    """Our setting; "" where there is none, and `read` or `note` says why."""
+    read: Callable[[Any], Any] = lambda value: value
+    """Our value for verl's. Raises Cannot."""
+    note: str = ""
+
+
+def _only(*allowed: Any) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if value not in allowed:
+            only = f"; {' and '.join(map(repr, allowed))} can run" if allowed else ""
+            raise Cannot(f"{value!r} is not supported{only}")
+        return value
+
+    return read
+
+
+def _files(value: Any) -> list[str]:
+    return [str(file) for file in (value if isinstance(value, list) else [value])]
+
+
+def _every(what: str) -> Callable[[Any], int]:
+    """Steps between two of something; verl's -1 means never."""
+
+    def read(value: Any) -> int:
+        if int(value) < 1:
+            raise Left(f"{value} means never; {what}")
+        return int(value)
+
+    return read
+
+
+def _count(value: Any) -> int:
+    """A number of things that verl writes as -1 where it means all."""
+    return max(0, int(value))
+
+
+_DERIVED = {"limits.max_turns"}
+"""Settings that a combination of options overrules."""
+
+_COMPUTED = "computed with others, below"
+_ENGINE = "a matter of verl's engine"
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option("data.train_files", "data.train", _files),
+        Option("data.val_files", "data.eval", _files),
+        Option("data.train_batch_size", "data.prompts_per_step", int),
+        Option("data.train_max_samples", "data.max_rows", _count),
+        Option("data.max_prompt_length", "limits.max_prompt_tokens", int),
+        Option("data.max_response_length", note=_COMPUTED),
+        Option("data.shuffle", "data.shuffle", bool),
+        Option("data.seed", "run.seed", int),
+        Option("data.prompt_key", read=_only("prompt")),
+        Option("data.reward_fn_key", read=_only("data_source")),
+        Option("data.truncation", note="prompts are never cut; longer ones are rejected and counted"),
+        Option("data.filter_overlong_prompts", note="longer prompts are rejected and counted"),
+        Option("data.return_raw_chat", note="messages are always kept"),
+        Option("data.custom_cls.path", read=_only()),
+        Option("data.sampler.class_path", read=_only()),
+        Option("actor_rollout_ref.model.path", "model.path", str),
+        Option("actor_rollout_ref.model.enable_gradient_checkpointing", "model.remat", bool),
+        Option(f"{ROLLOUT}.n", "grpo.group_size", int),
+        Option(f"{ROLLOUT}.temperature", "sampling.temperature", float),
+        Option(f"{ROLLOUT}.top_p", "sampling.top_p", float),
+        Option(f"{ROLLOUT}.top_k", "sampling.top_k", _count),
+        Option(f"{ROLLOUT}.dtype", "model.dtype", str),
+        Option(f"{ROLLOUT}.max_model_len", "sidecar.max_model_tokens", int),
+        Option(f"{ROLLOUT}.val_kwargs.temperature", "evaluate.temperature", float),
+        Option(f"{ROLLOUT}.val_kwargs.n", "evaluate.samples", int),
+        Option(f"{ROLLOUT}.calculate_log_probs", note="log-probs of sampling are always recorded"),
+        Option(f"{ROLLOUT}.over_sample_rate", note="every rollout that was asked for is finished"),
+        Option(f"{ROLLOUT}.name", note=_ENGINE),
+        Option(f"{ROLLOUT}.mode", note=_ENGINE),
+        Option(f"{ROLLOUT}.agent.agent_loop_config_path", read=_only()),
+        Option(f"{ROLLOUT}.agent.default_agent_loop", read=_only("tool_agent", "single_turn_agent")),
+        Option(f"{ROLLOUT}.agent.num_workers", note="the sidecar is one event loop"),
+        Option(f"{TURNS}.enable", note="tools are used where there are any"),
+        Option(f"{TURNS}.max_assistant_turns", "limits.max_turns", int),
+        Option(f"{TURNS}.max_user_turns", note=_COMPUTED),
+        Option(f"{TURNS}.max_parallel_calls", "limits.max_parallel_calls", int),
+        Option(
+            f"{TURNS}.max_tool_response_length",
+            "sidecar.tool_result_characters",
+            int,
+            "in characters; limits.max_tool_result_tokens bounds the tokens",
+        ),
+        Option(f"{TURNS}.tool_response_truncate_side", "sidecar.tool_result_side", str),
+        Option(f"{TURNS}.format", "sidecar.tool_format", lambda name: get_format(name).name),
+        Option(f"{TURNS}.tool_config_path", "sidecar.tool_config", str),
+        Option(f"{TURNS}.function_tool_path", "sidecar.tool_config", str),
+        Option(f"{TURNS}.interaction_config_path", "sidecar.interaction_config", str),
+        Option(f"{TURNS}.use_inference_chat_template", note="see sidecar.context_policy"),
+        Option(f"{TURNS}.tokenization_sanity_check_mode", note="sampled tokens are never tokenised again"),
+        Option(f"{ACTOR}.optim.lr", "optimizer.learning_rate", float),
+        Option(f"{ACTOR}.optim.lr_warmup_steps", "optimizer.warmup_steps", _count),
+        Option(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", float),
+        Option(f"{ACTOR}.grad_clip", "optimizer.clip_norm", float),
+        Option(f"{ACTOR}.clip_ratio", note=_COMPUTED),
+        Option(f"{ACTOR}.clip_ratio_low", "grpo.clip_low", float),
+        Option(f"{ACTOR}.clip_ratio_high", "grpo.clip_high", float),
+        Option(f"{ACTOR}.use_kl_loss", note=_COMPUTED),
+        Option(f"{ACTOR}.kl_loss_coef", note=_COMPUTED),
+        Option(f"{ACTOR}.kl_loss_type", read=_only("low_var_kl", "k3")),
+        Option(f"{ACTOR}.entropy_coeff", read=_only(0, 0.0)),
+        Option(f"{ACTOR}.loss_agg_mode", read=_only("token-mean")),
+        Option(f"{ACTOR}.policy_loss.loss_mode", read=_only("vanilla")),
+        Option(f"{ACTOR}.ppo_epochs", "grpo.updates_per_batch", int),
+        Option(f"{ACTOR}.ppo_mini_batch_size", note="each update is on the whole batch of a step"),
+        Option("algorithm.adv_estimator", read=_only("grpo")),
+        Option("algorithm.norm_adv_by_std_in_grpo", "grpo.scale_by_std", bool),
+        Option("algorithm.use_kl_in_reward", read=_only(False)),
+        Option("algorithm.filter_groups.enable", read=_only(False)),
+        Option("custom_reward_function.path", note=_COMPUTED),
+        Option("custom_reward_function.name", note=_COMPUTED),
+        Option("reward_model.enable", read=_only(False)),
+        Option("trainer.total_training_steps", "run.steps", int),
+        Option("trainer.total_epochs", note="a run is as long as run.steps says"),
+        Option(
+            "trainer.save_freq",
+            "checkpoint.every_steps",
+            _every("here the last step is always saved, and others as checkpoint.every_steps says"),
+        ),
+        Option("trainer.test_freq", "evaluate.every_steps", _count),
+        Option("trainer.default_local_dir", "run.dir", str),
+        Option("trainer.project_name", "track.project", str),
+        Option("trainer.experiment_name", note="the name of run.dir"),
+        Option("trainer.logger", note=_COMPUTED),
+    )
+}  # fmt: skip
+"""verl's options that mean something here."""
+
+
+_DEFAULTS = (
+    ("grpo.kl_coef", 0.0),
+    ("optimizer.warmup_steps", 0),
+    ("optimizer.b2", 0.999),
+)
+"""Settings whose default differs from verl's, which holds for a run that was configured there."""
+
+
+@dataclass
+class Translation:
+    """What became of the options of some files."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Ours."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """By setting: the option it came from, with its value."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """By option: why it has no setting."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """By option: why it cannot run here."""
+    unused: list[str] = field(default_factory=list)
+    """Options that are not in the table."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Those that are, by their full names."""
+
+
+def translate(options: Mapping[str, Any], profile: str = "default") -> Translation:
+    """Our settings for verl's options, by dotted name; a name may leave out the beginning, as parts of files do."""
+    done = Translation()
+    for name, value in options.items():
+        full = full_name(name)
+        if full is None:
+            done.unused.append(name)
+        elif value is not None:
+            done.values[full] = value  # of two spellings of one option the later wins
+    for full, value in done.values.items():
+        _translate_one(OPTIONS[full], value, done)
+    for setting, value, origin in _combined(done.values, profile):
+        _set(setting, value, origin, done)
+    if any(name.startswith("actor_rollout_ref.") for name in done.values):
+        for setting, value in _DEFAULTS:
+            if setting not in done.settings:
+                _set(setting, value, "verl's default", done)
+    if profile != "default":
+        _set(PROFILE_FIELD, profile, "--profile", done)
+    return done
+
+
+def full_name(name: str) -> str | None:
+    """The option of the table that a name means; None if there is none, or more than one."""
+    found = [full for full in OPTIONS if full == name or full.endswith(f".{name}")]
+    return found[0] if len(found) == 1 else None
+
+
+def _translate_one(option: Option, value: Any, done: Translation) -> None:
+    if _is_unfilled(value):
+        done.problems[option.name] = f"{value!r} is filled in by verl; write the value itself"
+        return
+    try:
+        value = option.read(value)
+    except Cannot as error:
+        done.problems[option.name] = str(error)
+        return
+    except Left as error:
+        done.notes[option.name] = str(error)
+        return
+    except (TypeError, ValueError) as error:
+        done.problems[option.name] = f"{value!r} cannot be read: {error}"
+        return
+    if option.field:
+        _set(option.field, value, f"{option.name}", done, option.note)
+    elif option.note != _COMPUTED:
+        done.notes[option.name] = option.note or "as it is here"
+
+
+def _set(setting: str, value: Any, origin: str, done: Translation, note: str = "") -> None:
+    section, _, name = setting.partition(".")
+    hint = SECTIONS.get(section, {}).get(name)
+    if hint is None:
+        done.notes[origin] = (
+            f"there is no setting {setting} in this version; {value!r} is not carried over"
+        )
+        return
+    if get_origin(hint) is tuple and not isinstance(value, list | tuple):
+        value = (*done.settings.get(setting, ()), value)
+    elif setting in done.settings and value != done.settings[setting]:
+        if setting not in _DERIVED:
+            done.problems[origin] = f"{setting} is already {done.settings[setting]!r}"
+            return
+    try:
+        done.settings[setting] = convert(value, hint)
+        done.origins[setting] = f"{origin}{f' ({note})' if note else ''}"
+    except WrongValue as error:
+        done.problems[origin] = f"{setting} cannot be {error}"
+
+
+def _combined(values: Mapping[str, Any], profile: str) -> Iterator[tuple[str, Any, str]]:
+    """Settings that depend on more than one option."""
+    response = values.get("data.max_response_length")
+    if response is not None:
+        prompt = values.get("data.max_prompt_length", 512)  # verl's default
+        yield (
+            "limits.max_trajectory_tokens",
+            int(prompt) + int(response),
+            "data.max_prompt_length + data.max_response_length",
+        )
+    turns = values.get(f"{TURNS}.max_user_turns")
+    if turns is not None and profile in ("B", "C"):
+        # There a round of tools is a user turn, and one more assistant turn follows the last.
+        assistant = values.get(f"{TURNS}.max_assistant_turns", int(turns) + 1)
+        yield (
+            "limits.max_turns",
+            min(int(turns) + 1, int(assistant)),
+            f"{TURNS}.max_user_turns + 1",
+        )
+    if profile in ("B", "C") and f"{TURNS}.max_parallel_calls" not in values:
+        if any(name.startswith(TURNS) for name in values):
+            yield "limits.max_parallel_calls", 1, "verl's default"
+    ratio = values.get(f"{ACTOR}.clip_ratio")
+    for side in ("low", "high"):
+        if ratio is not None and f"{ACTOR}.clip_ratio_{side}" not in values:
+            yield f"grpo.clip_{side}", float(ratio), f"{ACTOR}.clip_ratio"
+    if f"{ACTOR}.use_kl_loss" in values or f"{ACTOR}.kl_loss_coef" in values:
+        used = values.get(f"{ACTOR}.use_kl_loss", False)
+        coefficient = float(values.get(f"{ACTOR}.kl_loss_coef", 0.001)) if used else 0.0
+        yield "grpo.kl_coef", coefficient, f"{ACTOR}.use_kl_loss and kl_loss_coef"
+    path = values.get("custom_reward_function.path")
+    if path is not None:
+        name = values.get("custom_reward_function.name", "compute_score")
+        yield "reward.function", f"{path}:{name}", "custom_reward_function.path and name"
+    loggers = values.get("trainer.logger")
+    for tracker in ("tensorboard", "mlflow", "wandb"):
+        if loggers is not None:
+            yield f"track.{tracker}", tracker in _files(loggers), "trainer.logger"
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w]*(?:\.[\w]+)+)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+
+
+def read_yaml_options(content: Any) -> dict[str, Any]:
+    """The options of a parsed YAML file by dotted name."""
+    return dict(_flat(content, ""))
+
+
+def _flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, part in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(part, dict) and part:
+            yield from _flat(part, f"{name}.")
+        elif key not in ("defaults", "hydra", "_target_"):
+            yield name, _number(part)
+
+
+def read_script_options(path: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The `option=value` arguments of a launch script, with the script's own variables filled in.
+
+    Raises:
+        ValueError: the script has an open quote.
+    """
+    text = re.sub(r"\\\r?\n", " ", path.read_text(encoding="utf-8", errors="replace"))
+    variables = dict(environment)
+    options: dict[str, Any] = {}
+    for line in text.splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}: {line.strip()[:60]}") from None
+        in_front = True  # assignments come before the command
+        for word in (word.rstrip(";") for word in words):
+            override, assignment = _OVERRIDE.fullmatch(word), _ASSIGNMENT.fullmatch(word)
+            in_front = in_front and (assignment is not None or word == "export")
+            if override:
+                options[override[1]] = _number(_parsed(_filled(override[2], variables)))
+            elif assignment and in_front:
+                variables[assignment[1]] = _filled(assignment[2], variables)
+    return options
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        return variables.get(name) or match[2] or match[0]
+
+    return _VARIABLE.sub(value, text)
+
+
+def _is_unfilled(value: Any) -> bool:
+    """There is a variable left in it, or a reference to another option."""
+    if isinstance(value, list):
+        return any(map(_is_unfilled, value))
+    return isinstance(value, str) and ("${" in value or bool(_VARIABLE.search(value)))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _number(value: Any) -> Any:
+    """1e-6 is text to YAML 1.1, and a number to verl."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return float(value)
+    return value
