@@ -4,7 +4,6 @@ A delta is added in place, so that no second copy is needed, and every tensor is
 sees any of them. `Applied.undo` brings the old bytes back if the engine refuses.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,7 +115,7 @@ class Base:
         verify(entry, self.data[entry.name].data)
 
 
-def verify(entry: TensorEntry, data: memoryview | Mapping) -> None:
+def verify(entry: TensorEntry, data: memoryview) -> None:
     """BadTensor unless the bytes hash to what the manifest says."""
     digest = xxhash.xxh3_128(data).hexdigest()
     if digest != entry.hash:

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, WeightTensor
 from rollout_sidecar.engines.hf_tensors import check_tensors, read_model_config, tensor_shapes
@@ -30,13 +30,14 @@ from rollout_sidecar.engines.sglang_setup import (
     check_version,
     engine_arguments,
     make_engine,
+    sglang_module,
 )
 from rollout_sidecar.protocol import VersionSpan
 
-if TYPE_CHECKING:
-    import sglang
-
 _log = logging.getLogger(__name__)
+
+IO = "srt.managers.io_struct"
+"""SGLang's module of requests."""
 
 FLUSH_TIMEOUT_S = 5.0
 """How long SGLang may take to see that it is idle."""
@@ -80,7 +81,7 @@ class SglangEngine:
         self.vocab_size = int(read_model_config(Path(model_path))["vocab_size"])
         self._shapes = tensor_shapes(Path(model_path))
         self._model_path = model_path
-        self._engine: sglang.Engine | None = None
+        self._engine: Any = None
         self._turns: dict[str, _Turn] = {}
         self._in_engine = 0
         self._idle = asyncio.Event()
@@ -120,9 +121,7 @@ class SglangEngine:
 
     def _scheduler_died(self) -> None:
         _log.error("a process of SGLang failed (see the lines above); the sidecar ends")
-        from sglang.srt.utils import kill_process_tree
-
-        kill_process_tree(os.getpid(), include_parent=False)
+        sglang_module("srt.utils").kill_process_tree(os.getpid(), include_parent=False)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -172,13 +171,11 @@ class SglangEngine:
 
     async def _sample(self, turn: _Turn, request: GenerateRequest, sampled: list[int]) -> _Part:
         """One request to SGLang, from the context and what has been sampled of this turn so far."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         turn.request_id = uuid.uuid4().hex  # of fixed width: SGLang aborts by prefix
         self._enter()
         try:
             generator = self._manager.generate_request(
-                GenerateReqInput(
+                sglang_module(IO).GenerateReqInput(
                     rid=turn.request_id,
                     input_ids=request.token_ids + sampled,
                     sampling_params=self._sampling_params(request, len(sampled)),
@@ -276,25 +273,18 @@ class SglangEngine:
     @asynccontextmanager
     async def _weight_update(self) -> AsyncIterator[None]:
         """What newer releases want around updates; older ones do not know it."""
-        manager = self._manager
+        manager, io = self._manager, sglang_module(IO)
         if not hasattr(manager, "begin_weight_update"):
             yield
             return
-        from sglang.srt.managers.io_struct import (
-            BeginWeightUpdateReqInput,  # pyright: ignore[reportAttributeAccessIssue]
-            EndWeightUpdateReqInput,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-
-        _require(await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        _require(await manager.begin_weight_update(io.BeginWeightUpdateReqInput(), None))
         try:
             yield
         finally:
-            _require(await manager.end_weight_update(EndWeightUpdateReqInput(), None))
+            _require(await manager.end_weight_update(io.EndWeightUpdateReqInput(), None))
 
     async def _hand_over(self, bucket: bytes) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-        update = UpdateWeightsFromTensorReqInput(
+        update = sglang_module(IO).UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[bucket] * self.options.tensor_parallel,
             load_format="flattened_bucket",
             flush_cache=False,
@@ -311,10 +301,8 @@ class SglangEngine:
 
     async def _probe(self) -> None:
         """One greedy token: the engine answers, and its weights give finite log-probs."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         params = {"temperature": 0.0, "max_new_tokens": 1}
-        request = GenerateReqInput(
+        request = sglang_module(IO).GenerateReqInput(
             rid=uuid.uuid4().hex,
             input_ids=[0, min(1, self.vocab_size - 1)],
             sampling_params=params,

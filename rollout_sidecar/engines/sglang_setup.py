@@ -1,14 +1,12 @@
 """How SGLang is started: which releases, and with which arguments."""
 
+import importlib
 import importlib.metadata
 import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import sglang
+from typing import Any
 
 _log = logging.getLogger(__name__)
 
@@ -81,12 +79,16 @@ def check_version(*, any_version: bool) -> None:
         )
 
 
-def make_engine(arguments: dict[str, Any]) -> "sglang.Engine":
-    """Starts SGLang's processes and waits until they serve. Arguments that this release does not know are left out."""
-    import sglang
-    from sglang.srt.server_args import ServerArgs
+def sglang_module(name: str) -> Any:
+    """A module of SGLang, "srt.utils" for sglang.srt.utils. By name, because type checkers know nothing of it where it
+    is not installed, and would take engines/sglang.py for it."""
+    return importlib.import_module(f"sglang.{name}" if name else "sglang")
 
-    known = set(inspect.signature(ServerArgs).parameters)
+
+def make_engine(arguments: dict[str, Any]) -> Any:
+    """Starts SGLang's processes and waits until they serve. Arguments that this release does not know are left out."""
+    sglang = sglang_module("")
+    known = set(inspect.signature(sglang_module("srt.server_args").ServerArgs).parameters)
     unknown = sorted(set(arguments) - known)
     if unknown:
         _log.warning("SGLang %s has no arguments %s: left out", sglang.__version__, unknown)

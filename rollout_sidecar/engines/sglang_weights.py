@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rollout_sidecar.engines.base import WeightTensor
+from rollout_sidecar.engines.sglang_setup import sglang_module
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -16,19 +17,18 @@ def stage(tensors: Mapping[str, WeightTensor], bucket_bytes: int, device: str) -
     A handle is what SGLang's processes open the memory with: CUDA IPC, or shared memory for "cpu". The memory lives
     until they have.
     """
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
+    serializer = sglang_module("srt.utils").MultiprocessingSerializer
+    make_bucket = sglang_module("srt.weight_sync.tensor_bucket").FlattenedTensorBucket
     handles = []
     for group in _groups(tensors, bucket_bytes):
-        bucket = FlattenedTensorBucket(
+        bucket = make_bucket(
             named_tensors=[(tensor.name, as_torch(tensor).to(device)) for tensor in group]
         )
         flat = {
             "flattened_tensor": bucket.get_flattened_tensor(),
             "metadata": bucket.get_metadata(),
         }
-        handles.append(MultiprocessingSerializer.serialize(flat))
+        handles.append(serializer.serialize(flat))
     return handles
 
 
