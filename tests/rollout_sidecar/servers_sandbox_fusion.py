@@ -2,7 +2,7 @@
 folder of its own for each request, without any isolation: give it nothing but test programs.
 
 POST /run_code as in rollout_sidecar/tools/sandbox_fusion_client.py; a missing code or an unknown language is 422 with
-FastAPI's body; GET /v1/ping answers "pong". Special to it: `fault` makes it answer an HTTP error, or SandboxError.
+FastAPI's body; GET /v1/ping answers "pong". Special to it: `faults` makes it answer HTTP errors, or SandboxError.
 """
 
 import asyncio
@@ -30,6 +30,9 @@ class SandboxFusionServer:
         self.requests: list[dict[str, Any]] = []
         self.faults: list[Any] = []
         """Answers to give first, in order: an HTTP status, (status, headers, body), or "SandboxError"."""
+        self.running = 0
+        self.peak = 0
+        """The most programs that ran at once."""
         app = web.Application(client_max_size=16 * 1024 * 1024)
         app.router.add_post("/run_code", self._run_code)
         app.router.add_get("/v1/ping", self._ping)
@@ -61,8 +64,13 @@ class SandboxFusionServer:
         problem = _invalid(body)
         if problem is not None:
             return web.json_response({"detail": [problem]}, status=422)
-        with tempfile.TemporaryDirectory() as folder:
-            return web.json_response(await _run(body, Path(folder)))
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                return web.json_response(await _run(body, Path(folder)))
+        finally:
+            self.running -= 1
 
 
 def _invalid(body: dict[str, Any]) -> dict[str, Any] | None:
