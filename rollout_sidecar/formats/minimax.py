@@ -4,7 +4,14 @@ import re
 from collections.abc import Sequence
 
 from rollout_sidecar.formats.base import THINK, BaseFormat, Call, ParsedCall, Tools, to_json
-from rollout_sidecar.formats.reading import call_from_object, decode_json, failed, scan, skip_space
+from rollout_sidecar.formats.reading import (
+    call_from_object,
+    decode_json,
+    failed,
+    scan,
+    skip_space,
+    unclosed,
+)
 
 _OPEN, _CLOSE = "<tool_calls>", "</tool_calls>"
 _OBJECT = '{"name": <tool-name>, "arguments": <args-json-object>}'
@@ -49,9 +56,8 @@ def _read(text: str, start: int) -> tuple[list[ParsedCall], int]:
             return calls or [empty], end
         mark = _MARKS.match(text, position)
         if mark is not None or position == len(text):
-            raw = text[start:position] if not calls else calls[-1].raw
-            name = calls[-1].name if calls else ""
-            return [*calls[:-1], failed(raw, f"the call has no closing {_CLOSE}", name)], position
+            error = f"the call has no closing {_CLOSE}"
+            return unclosed(calls, text[start:position], error), position
         value, end, error = decode_json(text, position)
         if error:
             mark = _MARKS.search(text, position)

@@ -17,6 +17,7 @@ from rollout_sidecar.formats.reading import (
     failed,
     scan,
     skip_space,
+    unclosed,
 )
 
 _CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -105,7 +106,7 @@ class MistralFormat(BaseFormat):
                 return calls, end + 1
             if not text.startswith(",", end):
                 error = f"the list after {_CALLS} has no closing ]"
-                return [*calls[:-1], failed(calls[-1].raw, error, calls[-1].name)], end
+                return unclosed(calls, "", error), end
             begin = position = skip_space(text, end + 1)
 
     def _failed(

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout_sidecar.formats.base import THINK, BaseFormat, Call, ParsedCall, Tools
 from rollout_sidecar.formats.literals import STRING, read_python, to_python
-from rollout_sidecar.formats.reading import LINE_START, checked, failed, scan, skip_space
+from rollout_sidecar.formats.reading import LINE_START, checked, failed, scan, skip_space, unclosed
 
 _START, _END, _TAG = "<|python_start|>", "<|python_end|>", "<|python_tag|>"
 _NAME = r"""[^\s()\[\]{},'"=:`*<>|]+"""
@@ -164,7 +164,7 @@ def _read_list(text: str, start: int) -> tuple[list[ParsedCall], int]:
             return calls, position + 1
         if _CALL.match(text, position) is None:
             if position == len(text):
-                return [*calls[:-1], failed(calls[-1].raw, _UNCLOSED, calls[-1].name)], position
+                return unclosed(calls, "", _UNCLOSED), position
             error = f"no call begins at {text[position : position + 20]!r} in the list of calls"
             line = text.find("\n", position)
             stop = len(text) if line < 0 else line
@@ -175,9 +175,7 @@ def _read_list(text: str, start: int) -> tuple[list[ParsedCall], int]:
         if text.startswith(",", position):
             position += 1
         elif not text.startswith("]", position):
-            if not call.error:
-                calls[-1] = failed(call.raw, _UNCLOSED, call.name)
-            return calls, position
+            return unclosed(calls, "", _UNCLOSED), position
 
 
 def _read_block(text: str, start: int) -> tuple[list[ParsedCall], int]:
@@ -189,12 +187,8 @@ def _read_block(text: str, start: int) -> tuple[list[ParsedCall], int]:
             end = position + 3
             return calls or [failed(text[start:end], "the block of calls is empty")], end
         if position == len(text):
-            raw = calls[-1].raw if calls else text[start:]
-            name = calls[-1].name if calls else ""
-            return [
-                *calls[:-1],
-                failed(raw, "the block of calls has no closing ```", name),
-            ], position
+            error = "the block of calls has no closing ```"
+            return unclosed(calls, text[start:], error), position
         printed = re.compile(r"print\s*\(\s*(?=[^\s()]+\s*\()").match(text, position)
         begin = printed.end() if printed else position
         if _CALL.match(text, begin) is None:

@@ -115,6 +115,14 @@ def failed(raw: str, error: str, name: str = "") -> ParsedCall:
     return ParsedCall(name, None, raw, error)
 
 
+def unclosed(calls: list[ParsedCall], raw: str, error: str) -> list[ParsedCall]:
+    """The calls of a block that does not end: its last call fails, or `raw` does if there is none."""
+    if not calls:
+        return [failed(raw, error)]
+    last = calls[-1]
+    return [*calls[:-1], last if last.error else failed(last.raw, error, last.name)]
+
+
 def checked(name: str, arguments: dict[str, Any], raw: str, call_id: str = "") -> ParsedCall:
     """A call that can be executed, unless its texts cannot be encoded."""
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_sidecar.formats.base import THINK, BaseFormat, Call, ParsedCall, Tools, to_json
-from rollout_sidecar.formats.reading import checked, failed, scan, skip_space
+from rollout_sidecar.formats.reading import checked, failed, scan, skip_space, unclosed
 from rollout_sidecar.formats.schemas import not_json, parameters_of, read_literal, read_value
 
 
@@ -123,10 +123,8 @@ class TaggedFormat(BaseFormat):
                 call, position = self._read_call(text, position, opened, tools)
                 calls.append(call)
             elif position == len(text) or self._outside.match(text, position):
-                raw = calls[-1].raw if calls else text[start:position]
-                name = calls[-1].name if calls else ""
                 error = f"the call has no closing {tags.block_end}"
-                return [*calls[:-1], failed(raw, error, name)], position
+                return unclosed(calls, text[start:position], error), position
             else:
                 problem = (
                     f"no call begins at {text[position : position + 20]!r}; the form is {self.form}"
