@@ -258,6 +258,11 @@ class Trajectory(Wire, frozen=True, kw_only=True):
     total_s: float = 0.0
     tool_s: float = 0.0
 
+    @property
+    def streams(self) -> "list[TokenStream | Trajectory]":
+        """Every token stream in the order in which they were sampled. The last one is the trajectory itself."""
+        return [*self.earlier_streams, self]
+
 
 class TrajectoryFrame(Wire, frozen=True, kw_only=True, tag="trajectory"):
     """Frame `index` of a rollout stream."""

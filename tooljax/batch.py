@@ -31,24 +31,29 @@ class PackItem:
     loss_mask: Sequence[bool]
     """True where the policy sampled the token."""
     advantage: float
-    """Of the whole trajectory; its sampled tokens all get it. Not used by the supervised loss."""
+    """Of the whole trajectory; its sampled tokens all get it, in every stream. Not used by the supervised loss."""
     rollout_log_probs: Sequence[float] | None = None
     """None, for demonstrations: zeros."""
     trained: bool = True
     """False leaves every token out of the loss, out of its denominator and out of the metrics."""
 
-    @classmethod
-    def from_trajectory(
-        cls, trajectory: Trajectory, advantage: float, *, trained: bool = True
-    ) -> "PackItem":
-        """The trainable part of a trajectory."""
-        return cls(
-            token_ids=trajectory.token_ids,
-            loss_mask=trajectory.loss_mask,
+
+def trajectory_items(trajectory: Trajectory, advantage: float) -> list[PackItem]:
+    """The trainable parts of a trajectory: each token stream in which something was sampled.
+
+    All have the trajectory's advantage, and every sampled token is in one of them: the loss is the same sum over the
+    same tokens, each in the context in which it was sampled.
+    """
+    return [
+        PackItem(
+            token_ids=stream.token_ids,
+            loss_mask=stream.loss_mask,
             advantage=advantage,
-            rollout_log_probs=trajectory.rollout_log_probs,
-            trained=trained,
+            rollout_log_probs=stream.rollout_log_probs,
         )
+        for stream in trajectory.streams
+        if any(stream.loss_mask)
+    ]
 
 
 class Placement(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_sidecar.protocol import TokenStream, Trajectory
+from rollout_sidecar.protocol import Trajectory
 from rollout_sidecar.statistics import facts, statistics
 
 
@@ -233,7 +233,7 @@ def _reported_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _length_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
-    streams = [_streams(t) for t in kept]
+    streams = [t.streams for t in kept]
     completion = [sum(sum(s.loss_mask) for s in of_one) for of_one in streams]
     total = [sum(len(s.token_ids) - s.prompt_tokens for s in of_one) for of_one in streams]
     prompt = [of_one[0].prompt_tokens for of_one in streams]
@@ -258,13 +258,8 @@ def _length_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _streams(trajectory: Trajectory) -> list[TokenStream | Trajectory]:
-    """Every context that the policy saw, in order; the last is the trajectory itself."""
-    return [*trajectory.earlier_streams, trajectory]
-
-
 def _lag_metrics(kept: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
-    spans = [span for t in kept for stream in _streams(t) for span in stream.version_spans]
+    spans = [span for t in kept for stream in t.streams for span in stream.version_spans]
     if not spans:
         return {}
     lags = [policy_version - span.policy_version for span in spans]

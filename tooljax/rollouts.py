@@ -151,8 +151,8 @@ class Sidecars:
 
     def policy_lag(self, trajectory: Trajectory, step: int) -> int:
         """How many steps older than the policy after `step` steps the oldest token of a trajectory is."""
-        streams = [*trajectory.earlier_streams, trajectory]
-        versions = [span.policy_version for stream in streams for span in stream.version_spans]
+        spans = [span for stream in trajectory.streams for span in stream.version_spans]
+        versions = [span.policy_version for span in spans]
         return self._first_version + step - min(versions) if versions else 0
 
     def rollout(

@@ -14,7 +14,7 @@ import numpy as np
 from rollout_sidecar.client import SidecarError
 from rollout_sidecar.protocol import Task, Trajectory
 from rollout_sidecar.tokenizer import ChatTokenizer
-from tooljax.batch import PackItem, TrainBatch, pack
+from tooljax.batch import TrainBatch, pack, trajectory_items
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args, to_gin
 from tooljax.data.records import read_tasks
@@ -94,10 +94,11 @@ def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics]:
     flat = np.asarray(zero_variance(reward, valid=valid))
     trained = valid & (~flat[:, None] | (config.grpo.zero_variance == "keep"))
     items = [
-        PackItem.from_trajectory(trajectory, float(advantages[i, j]), trained=bool(trained[i, j]))
+        item
         for i, group in enumerate(groups)
         for j, trajectory in enumerate(group)
         if trained[i, j]
+        for item in trajectory_items(trajectory, float(advantages[i, j]))
     ]
     batch = pack(
         items,
@@ -115,7 +116,7 @@ def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics]:
 
 def _trainable(trajectory: Trajectory) -> bool:
     """Whether something was sampled, and its reward says something about the policy."""
-    sampled = any(trajectory.loss_mask)
+    sampled = any(any(stream.loss_mask) for stream in trajectory.streams)
     return sampled and trajectory.scored and trajectory.status not in UNTRAINABLE
 
 

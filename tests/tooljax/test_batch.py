@@ -1,13 +1,14 @@
 """Packing: where tokens go, what pads them, and what is refused."""
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_sidecar.protocol import Trajectory
-from tooljax.batch import PackItem, Placement, pack, unpack
+from rollout_sidecar.protocol import TokenStream, Trajectory
+from tooljax.batch import PackItem, Placement, pack, trajectory_items, unpack
 
 
 def item(length: int, *, first: int = 0, advantage: float = 1.0) -> PackItem:
@@ -59,8 +60,9 @@ def test_rows_are_rounded_up_with_empty_ones():
     assert (empty.loss_tokens, empty.padding_fraction) == (0, 1.0)
 
 
-def test_a_trajectory_is_packed_by_its_tokens():
-    trajectory = Trajectory(
+def trajectory(**streams) -> Trajectory:
+    """Token 6 of 5, 6, 7 was sampled."""
+    return Trajectory(
         task_index=0,
         sample_index=0,
         task_id="t",
@@ -70,11 +72,48 @@ def test_a_trajectory_is_packed_by_its_tokens():
         prompt_tokens=1,
         loss_mask=[False, True, False],
         rollout_log_probs=[0.0, -0.25, 0.0],
+        **streams,
     )
-    batch = pack([PackItem.from_trajectory(trajectory, 0.5)], row_lengths=(4,), rows_multiple=1)
+
+
+def stream(token_ids: list[int], loss_mask: list[bool]) -> TokenStream:
+    """Sampled tokens have the log-prob -2."""
+    return TokenStream(
+        token_ids=token_ids,
+        prompt_tokens=1,
+        loss_mask=loss_mask,
+        rollout_log_probs=[-2.0 * mask for mask in loss_mask],
+        version_spans=[],
+    )
+
+
+def test_a_trajectory_is_packed_by_its_tokens():
+    batch = pack(trajectory_items(trajectory(), 0.5), row_lengths=(4,), rows_multiple=1)
     assert batch.tokens.tolist() == [[5, 6, 7, 0]]
     assert batch.advantages.tolist() == [[0, 0.5, 0, 0]]
     assert batch.rollout_log_probs.tolist() == [[0, -0.25, 0, 0]]
+
+
+def test_every_stream_in_which_something_was_sampled_is_packed_with_the_advantage():
+    earlier = [
+        stream([1, 2], [False, True]),
+        stream([3, 4], [False, False]),
+        stream([3, 4, 5], [False, False, True]),
+    ]
+    items = trajectory_items(trajectory(earlier_streams=earlier), 0.5)
+    assert [item.token_ids for item in items] == [[1, 2], [3, 4, 5], [5, 6, 7]]
+    batch = pack(items, row_lengths=(8,), rows_multiple=1)
+    # The longest first: 3, 4, 5 and 5, 6, 7 and 1, 2.
+    assert batch.tokens.tolist() == [[3, 4, 5, 5, 6, 7, 1, 2]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 3, 3]]
+    assert batch.advantages.tolist() == [[0, 0, 0.5, 0, 0.5, 0, 0, 0.5]]
+    assert batch.rollout_log_probs.tolist() == [[0, 0, -2, 0, -0.25, 0, 0, -2]]
+    assert batch.loss_tokens == 3
+
+
+def test_a_trajectory_in_which_nothing_was_sampled_gives_no_items():
+    silent = msgspec.structs.replace(trajectory(), loss_mask=[False] * 3)
+    assert trajectory_items(silent, 1.0) == []
 
 
 def test_untrained_items_keep_their_tokens_and_lose_their_loss():

@@ -1,11 +1,13 @@
 """What a step does between rollouts and update: which trajectories count, and for how much."""
 
+import msgspec
 import numpy as np
+import pytest
 
-from rollout_sidecar.protocol import Status, Trajectory
+from rollout_sidecar.protocol import Status, TokenStream, Trajectory
 from tooljax.config import Config
 from tooljax.config.schema import BatchConfig, GrpoConfig
-from tooljax.train import make_batch
+from tooljax.train import UNTRAINABLE, make_batch
 
 BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1)
 
@@ -77,6 +79,45 @@ def test_a_reward_function_that_failed_is_not_taken_for_a_reward_of_0():
     )
     assert sorted(set(batch.advantages[batch.loss_mask])) == [-0.5, 0.5]
     np.testing.assert_allclose(metrics["rollout/untrainable_frac"], 1 / 3)
+
+
+@pytest.mark.parametrize("status", UNTRAINABLE)
+def test_what_ended_by_a_fault_is_not_trained_on(status):
+    groups = [[trajectory(1.0), trajectory(0.0), trajectory(1.0, status=status)]]
+    batch, metrics = make_batch(config(scale_by_std=False), groups)
+    assert batch.loss_tokens == 4
+    np.testing.assert_allclose(metrics["rollout/untrainable_frac"], 1 / 3)
+
+
+def stream(tokens: list[int], sampled: int) -> TokenStream:
+    """The last `sampled` tokens are the policy's."""
+    given = len(tokens) - sampled
+    return TokenStream(
+        token_ids=tokens,
+        prompt_tokens=given,
+        loss_mask=[False] * given + [True] * sampled,
+        rollout_log_probs=[0.0] * given + [-1.0] * sampled,
+        version_spans=[],
+    )
+
+
+def test_a_trajectory_of_several_streams_counts_once_among_rewards_and_with_all_its_tokens():
+    """Pain point 3: rewards 1 and 0 give advantages 0.5 and -0.5, however many streams the first one has."""
+    forked = msgspec.structs.replace(trajectory(1.0), earlier_streams=[stream([5, 6, 9], 1)])
+    batch, metrics = make_batch(config(scale_by_std=False), [[forked, trajectory(0.0)]])
+    assert len(batch.placements) == 3
+    row, start, length = batch.placements[0]
+    assert batch.tokens[row, start : start + length].tolist() == [5, 6, 9]
+    assert sorted(batch.advantages[batch.loss_mask]) == [-0.5, -0.5, 0.5, 0.5, 0.5]
+    assert metrics["perf/loss_tokens"] == 5
+    assert metrics["rollout/untrainable_frac"] == 0
+
+
+def test_what_was_sampled_before_a_fork_is_trained_on_though_nothing_came_after_it():
+    silent = trajectory(1.0, sampled=0)
+    forked = msgspec.structs.replace(silent, earlier_streams=[stream([5, 6, 9, 9], 2)])
+    batch, _ = make_batch(config(scale_by_std=False), [[forked, trajectory(0.0)]])
+    assert batch.loss_tokens == 4
 
 
 def test_a_batch_with_nothing_to_learn_is_empty_not_an_error():

@@ -16,8 +16,9 @@ from update_cases import (
     slow_loss,
 )
 
+from rollout_sidecar.protocol import TokenStream, Trajectory
 from tolerance import tol
-from tooljax.batch import pack, unpack
+from tooljax.batch import pack, trajectory_items, unpack
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -148,6 +149,38 @@ def test_packing_does_not_change_loss_or_gradient():
     gradients = [gradient(updater, params, batch) for batch in (packed, alone)]
     for name, expected in gradients[1].items():
         np.testing.assert_allclose(gradients[0][name], expected, rtol=0, atol=1e-5)
+
+
+def test_a_trajectory_of_two_streams_gives_the_loss_and_gradient_of_two_rows():
+    _, params = model()
+    one, two, other = new_items((3, 2, 4))
+    one, two = replace(one, advantage=0.7), replace(two, advantage=0.7)
+
+    def fields(item) -> dict:
+        names = ("token_ids", "loss_mask", "rollout_log_probs")
+        return {name: getattr(item, name) for name in names} | {"prompt_tokens": 5}
+
+    forked = Trajectory(
+        task_index=0,
+        sample_index=0,
+        task_id="t",
+        seed=0,
+        status="completed",
+        earlier_streams=[TokenStream(**fields(one), version_spans=[])],
+        **fields(two),
+    )
+    # Beside another trajectory in one row, or every stream in a row and microbatch of its own.
+    packed = pack([other, *trajectory_items(forked, 0.7)], row_lengths=(48,), rows_multiple=1)
+    apart = pack([one, two, other], row_lengths=(16,), rows_multiple=1)
+    assert (packed.tokens.shape, apart.tokens.shape) == ((1, 48), (3, 16))
+    updater = new_updater()
+    losses = [updater.update(updater.init(params), b)[1]["policy/loss"] for b in (packed, apart)]
+    expected = slow_loss(slow_log_probs(params, [one, two, other]), [one, two, other])
+    assert losses == pytest.approx([expected, expected], abs=1e-6)
+    gradients = [gradient(updater, params, batch) for batch in (packed, apart)]
+    for name, value in gradients[1].items():
+        assert np.abs(value).max() > 1e-3, name
+        np.testing.assert_allclose(gradients[0][name], value, rtol=0, atol=1e-5)
 
 
 def test_masked_tokens_and_padding_do_not_move_the_update():
