@@ -15,6 +15,7 @@ from typing import Any
 
 from rollout_sidecar.escaping import safe
 from rollout_sidecar.formats.base import ToolFormat
+from rollout_sidecar.formats.registry import FORMATS
 from rollout_sidecar.protocol import Message
 from rollout_sidecar.tokenizer import SENTINEL, ChatTokenizer
 
@@ -63,11 +64,12 @@ class ChatTemplate:
         without = tokenizer.render(user, add_generation_prompt=False)
         self.generation_prompt = tokenizer.render(user).removeprefix(without)
         """What the template writes before each assistant turn."""
-        opened = self.generation_prompt.rfind("<think>")
-        self.think_open = opened > self.generation_prompt.rfind("</think>")
-        """The generation prompt ends inside a <think>."""
+        opening, closing = tool_format.think
+        opened = self.generation_prompt.rfind(opening)
+        self.think_open = opened > self.generation_prompt.rfind(closing)
+        """The generation prompt ends inside thinking text."""
         self.think_prefix = self.generation_prompt[opened:] if self.think_open else ""
-        """That <think> and what follows it: the part of an assistant's text that is never sampled."""
+        """What opened it, and what follows that: the part of an assistant's text that is never sampled."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
         """The text of a conversation, up to where the policy goes on."""
@@ -253,7 +255,10 @@ class ChatTemplate:
     def _probe_tools(self) -> tuple[bool, bool]:
         text = self._try(_ASKED[0], tools=[PROBE_TOOL])
         listed = "probe_tool" in text
-        ours = all(part in text for part in self._format.listing)
+        asked = {f.name for f in FORMATS if all(part in text for part in f.listing)}
+        # A listing in nobody's form is taken for this format's if it shows its marker.
+        shown = any(marker in text for marker in self._format.markers[:1])
+        ours = self._format.name in asked or (not asked and shown)
         return listed and ours, listed and not ours
 
     def _probe_tool_role(self) -> tuple[bool, bool]:

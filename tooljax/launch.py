@@ -152,7 +152,10 @@ def _arguments(config: Config) -> list[str]:
         "host": HOST,
         "port": 0,
         "tool_config": sidecar.tool_config,
+        "interaction_config": sidecar.interaction_config,
         "tool_format": sidecar.tool_format,
+        "profile": sidecar.profile,
+        "context_policy": sidecar.context_policy,
         "reward": config.reward.function,
         "reward_kwargs": config.reward.function_kwargs or "{}",
         "reward_text": config.reward.text,
@@ -160,7 +163,7 @@ def _arguments(config: Config) -> list[str]:
         "max_model_tokens": sidecar.max_model_tokens,
     }
     # One word each: a negative number as a word of its own would be taken for an option.
-    return [f"--{name}={value}" for name, value in values.items()]
+    return [f"--{name}={value}" for name, value in values.items() if value != ""]
 
 
 def _environment() -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_sidecar.conversation import demonstration
-from rollout_sidecar.formats import get_format
+from rollout_sidecar.formats import choose_format, get_format
 from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.batch import PackItem, pack
 from tooljax.config import Config, parse_args
@@ -23,7 +23,8 @@ def cold_start(config: Config) -> Path:
     output = Path(config.sft.output or Path(config.run.dir) / "sft")
     policy = Policy.load(config.model.path, config.model.dtype)
     tokenizer = ChatTokenizer.from_folder(config.model.path)
-    tool_format = get_format(config.sidecar.tool_format)
+    name = config.sidecar.tool_format
+    tool_format = choose_format(tokenizer) if name == "auto" else get_format(name)
     source = DemonstrationSource(
         read_demonstrations(config.sft.demonstrations),
         per_step=config.sft.conversations_per_step,

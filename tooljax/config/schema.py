@@ -115,8 +115,16 @@ class SidecarConfig:
     """File that holds the bearer token of the sidecars. Empty: no token."""
     tool_config: str = ""
     """verl tool_config YAML of the local sidecar. Empty: no tools."""
-    tool_format: Literal["hermes"] = "hermes"
-    """How the policy writes tool calls."""
+    tool_format: str = "auto"
+    """How the policy writes tool calls: auto (read from the chat template), hermes, llama3_json, ... as
+    `python -m rollout_sidecar --help` lists them."""
+    interaction_config: str = ""
+    """verl interaction YAML of the local sidecar. Empty: none."""
+    profile: Literal["default", "A", "B", "C"] = "default"
+    """Whose semantics verl's files have: A up to 0.6, B 0.5 to 0.7, C from 0.8, or tooljax's own."""
+    context_policy: Literal["keep", "fork", "reject"] = "keep"
+    """Where the chat template would rewrite earlier turns: keep them as they were sampled, go on in a new token stream,
+    or reject the trajectory."""
     slots: Count = 64
     """Trajectories that the embedded engine generates at once."""
     max_model_tokens: Count = 4096
@@ -259,8 +267,8 @@ class WeightsConfig:
     """The push to the sidecars."""
 
     mode: Literal["delta", "full"] = "delta"
-    """Send only the bfloat16 elements whose bits changed since the last acknowledged version, or all. Delta keeps a copy
-    of the weights on the devices and one on the host; float32 weights are always sent whole."""
+    """Send the bfloat16 elements whose bits changed since the last acknowledged version, or all. Delta keeps a copy of
+    the weights on the devices and one on the host; float32 weights are always sent whole."""
     part_bytes: Annotated[int, Range(low=1024)] = 33_554_432
     """Size of one HTTP part of the payload."""
     timeout_s: Seconds = 600.0
