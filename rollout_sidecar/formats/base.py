@@ -42,6 +42,8 @@ class ToolFormat(Protocol):
     stop_texts: tuple[str, ...]
     """Tokens after which the policy waits for a tool's result, or gives its turn up, beside the template's own end of
     turn. Those that are tokens of the vocabulary belong to the stop ids."""
+    form: str
+    """What a call looks like: for system messages and for the sentences of parse errors."""
 
     def parse(
         self, text: str, *, think_open: bool = False, tools: Tools | None = None
@@ -88,7 +90,6 @@ class BaseFormat:
     listing: tuple[str, ...]
     stop_texts: tuple[str, ...] = ()
     form: str
-    """What a call looks like: for system messages and for the sentences of parse errors."""
 
     def render_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call as the policy should write it. Raises ValueError if the format has no way to write it."""

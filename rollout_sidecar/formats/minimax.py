@@ -55,7 +55,7 @@ def _read(text: str, start: int) -> tuple[list[ParsedCall], int]:
             empty = failed(text[start:end], f"there is no call between {_OPEN} and {_CLOSE}")
             return calls or [empty], end
         mark = _MARKS.match(text, position)
-        if mark is not None or position == len(text):
+        if mark is not None or _CLOSE.startswith(text[position:]):  # half a closing tag, or none
             error = f"the call has no closing {_CLOSE}"
             return unclosed(calls, text[start:position], error), position
         value, end, error = decode_json(text, position)

@@ -186,7 +186,7 @@ def _read_block(text: str, start: int) -> tuple[list[ParsedCall], int]:
         if text.startswith("```", position):
             end = position + 3
             return calls or [failed(text[start:end], "the block of calls is empty")], end
-        if position == len(text):
+        if text[position:] in ("", "`", "``"):
             error = "the block of calls has no closing ```"
             return unclosed(calls, text[start:], error), position
         printed = re.compile(r"print\s*\(\s*(?=[^\s()]+\s*\()").match(text, position)

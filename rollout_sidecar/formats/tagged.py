@@ -126,11 +126,11 @@ class TaggedFormat(BaseFormat):
                 error = f"the call has no closing {tags.block_end}"
                 return unclosed(calls, text[start:position], error), position
             else:
-                problem = (
-                    f"no call begins at {text[position : position + 20]!r}; the form is {self.form}"
-                )
+                near = text[position : position + 20]
                 raw, position = self._recover(text, position, position + 1)
-                calls.append(failed(raw, problem))
+                if calls and (position == len(text) or self._outside.match(text, position)):
+                    continue  # half a closing tag
+                calls.append(failed(raw, f"no call begins at {near!r}; the form is {self.form}"))
 
     def _read_call(
         self, text: str, start: int, opened: re.Match[str], tools: Tools | None

@@ -58,6 +58,10 @@ _JSON_TYPES = {
 
 def tool(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool that takes values of these types."""
-    properties = {key: {"type": _JSON_TYPES[type(value)]} for key, value in arguments.items()}
+    properties = {
+        key: {"type": _JSON_TYPES[type(value)], "description": "A value."}
+        for key, value in arguments.items()
+    }
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+    function = {"name": name, "description": "A tool.", "parameters": parameters}
+    return {"type": "function", "function": function}

@@ -4,9 +4,9 @@ A subfolder holds what a model's does (tokenizer.json, tokenizer_config.json), o
 tokenizer of bytes stands in, in which the texts that look like special tokens of the template are special tokens.
 """
 
-import json
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ def model_folders() -> list[Path]:
     return sorted(path for path in Path(ROOT).iterdir() if path.is_dir()) if ROOT else []
 
 
+@lru_cache(maxsize=4)
 def load(name: str) -> ChatTokenizer:
     """The tokenizer of that subfolder. Skips the test when there is none."""
     if not ROOT:
@@ -49,9 +50,4 @@ def from_template(template: str, *, source: str = "a template") -> ChatTokenizer
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in tokens])
     named = {"bos_token": "<BOS>", "eos_token": "<EOS>"}
-    return ChatTokenizer(
-        Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()))),
-        {"default": template},
-        named_tokens=named,
-        source=source,
-    )
+    return ChatTokenizer(tokenizer, {"default": template}, named_tokens=named, source=source)

@@ -126,6 +126,23 @@ def test_a_call_that_was_cut_short_is_no_call(name: str, arguments: dict, cut: f
     assert all(call.error for call in calls)
 
 
+def test_a_call_without_the_end_of_its_end_is_reported_once(name: str):
+    found = get_format(name)
+    for written in (found.render_call("f", {"a": "x"}), found.render_calls([("f", {}), ("g", {})])):
+        names = [call.name for call in found.parse(written)]
+        parsed = found.parse(written[:-1])
+        if name not in (
+            "deepseek_v3",
+            "deepseek_v31",
+            "kimi_k2",
+        ):  # the end of a section may be missing
+            assert len(parsed) == len(names)
+            assert parsed[-1].error
+        assert [call.name for call in parsed if not call.error] == names[
+            : len(names) - bool(parsed[-1].error)
+        ]
+
+
 @pytest.mark.parametrize("deep", ["[" * 50_000, '{"a":' * 50_000, "(" * 50_000, "{a:" * 50_000])
 def test_deep_nesting_is_an_error_not_a_crash(name: str, deep: str):
     found = get_format(name)
