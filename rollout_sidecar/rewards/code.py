@@ -26,6 +26,10 @@ MAX_TIMEOUTS = 3
 loops would outlast the trajectory, and a wrong answer would be no verdict."""
 
 
+OUTPUT_BYTES = 2**20
+"""What is read of a program's output, unless the sandbox's settings say otherwise."""
+
+
 class Ran(NamedTuple):
     """What became of a program."""
 
@@ -245,10 +249,13 @@ def _score(passed: int, count: int, all_or_nothing: bool, *, answered: bool) -> 
 def _local(options: Mapping[str, Any], timeout_s: float) -> Run:
     from rollout_sidecar.tools.python_sandbox import SandboxOptions, shared_sandbox
 
-    box = shared_sandbox(SandboxOptions.from_config({"wall_s": timeout_s, **options}))
+    limits = {"wall_s": timeout_s, "cpu_s": timeout_s, "output_bytes": OUTPUT_BYTES}
+    box = shared_sandbox(SandboxOptions.from_config({**limits, **options}))
 
     async def run(program: str, stdin: str) -> Ran:
         result = await box.run(program, stdin=stdin, timeout_s=timeout_s)
+        if result.status == "lost" or (result.status == "too_long" and len(stdin) > len(program)):
+            raise RuntimeError(f"a test could not be run: {result.reason}")
         stdout = result.stdout if result.status == "ok" else None
         return Ran(stdout, timed_out=result.status == "timeout")
 

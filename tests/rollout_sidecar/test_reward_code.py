@@ -1,6 +1,7 @@
 """Programs against tests, run by a small server with Sandbox Fusion's contract and by the local sandbox."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from servers_sandbox_fusion import SandboxFusionServer
 
 from rollout_sidecar.rewards.base import compute
 from rollout_sidecar.rewards.code import Case, compute_score, last_block, make_tests
+from rollout_sidecar.tools.python_sandbox import SandboxOptions, shared_sandbox
 
 DOUBLE = "```python\nn = int(input())\nprint(n * 2)\n```"
 PAIRS = {"inputs": ["1\n", "2\n", "0\n", "-4\n"], "outputs": ["2\n", "4\n", "0\n", "-8\n"]}
@@ -221,6 +223,52 @@ async def test_assertions(server):
     ).reward == 1.0
     early = "```python\nimport sys\nsys.exit(0)\n```"
     assert (await score(server, early, "assert True")).reward == 0.0
+
+
+# --- the local sandbox ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def local():
+    options = {"workers": 2}
+    yield options
+    used = SandboxOptions(wall_s=2.0, cpu_s=2.0, output_bytes=2**20, workers=2)
+    await shared_sandbox(used).close()
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+async def test_the_local_sandbox_runs_every_kind_of_test(local):
+    async def run(text: str, tests: Any, **options: Any) -> float:
+        answer = await compute(
+            compute_score,
+            data_source="codecontests",
+            solution_str=text,
+            ground_truth=tests,
+            extra_info={},
+            sandbox=local,
+            timeout_s=2.0,
+            **options,
+        )
+        return answer.reward
+
+    assert await run(DOUBLE, PAIRS) == 1.0
+    assert await run(DOUBLE.replace("n * 2", "n * n"), PAIRS) == 0.5
+    function = "```python\ndef f(x):\n    return x * x\n```"
+    assert await run(function, {"fn_name": "f", "inputs": [[3]], "outputs": [9]}) == 1.0
+    assert await run(function, ["assert f(2) == 4", "assert f(3) == 6"]) == 0.5
+    long = "```python\nprint('1 ' * 200000)\n```"
+    assert await run(long, {"inputs": [""], "outputs": ["1 " * 200000]}) == 1.0
+    for body in ("import os; os.kill(os.getpid(), 9)", "raise ValueError", "x = [0] * 10**10"):
+        assert await run(f"```python\n{body}\n```", PAIRS) == 0.0, body
+    loop = "```python\nwhile True: pass\n```"
+    assert await run(loop, {"inputs": ["1"], "outputs": ["2"]}) == 0.0
+    with pytest.raises(RuntimeError, match="a test could not be run: The stdin has 2000000 char"):
+        await run(DOUBLE, {"inputs": ["1" * 2_000_000], "outputs": ["2"]})
+
+
+async def test_settings_of_the_sandbox_are_checked():
+    with pytest.raises(ValueError, match="unknown key 'worker' .* did you mean 'workers'"):
+        await compute_score("apps", DOUBLE, PAIRS, sandbox={"worker": 1})
 
 
 # --- no verdict -------------------------------------------------------------------------------------------------
