@@ -322,10 +322,10 @@ class McpConnection:
                 raise await self._lost(may_have_run=False) from error
             if is_closed(error):
                 self._over.set()
-                lost = await self._lost(may_have_run=True)
+                await self._owner_ended()
                 # Only of a call that had the connection to itself it is known that it was the one refused.
-                lost.may_have_run = not (self._refused and alone and number == self._calls_made)
-                raise lost from error
+                refused = self._refused and alone and number == self._calls_made
+                raise await self._lost(may_have_run=not refused) from error
             if is_http_status(error):
                 raise ToolError(
                     f"the MCP server {self.server.name!r} answered {self._watch.explain(error)}"
@@ -341,9 +341,13 @@ class McpConnection:
                 task.cancel()
                 _remember(task)
 
-    async def _lost(self, *, may_have_run: bool) -> ConnectionLost:
+    async def _owner_ended(self) -> None:
+        """It finds out why the session ended, while it ends."""
         if self._owner is not None and not self._owner.done():
-            await asyncio.wait({self._owner}, timeout=1.0)  # it finds out why
+            await asyncio.wait({self._owner}, timeout=1.0)
+
+    async def _lost(self, *, may_have_run: bool) -> ConnectionLost:
+        await self._owner_ended()
         reason = self._failure
         if self.server.transport == "stdio":
             reason = reason or self._watch.log.describe()

@@ -83,9 +83,10 @@ class SessionPool:
         if self._starters > 0:
             return
         self._starters = 0
-        if self._reaper is not None:
-            self._reaper.cancel()
-            self._reaper = None
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
+            reaper.cancel()
+            await asyncio.wait({reaper})
         slots = [*self._slots.values(), self._run_slot]
         connections = [slot.connection for slot in slots if slot.connection is not None]
         connections += self._warm

@@ -14,6 +14,7 @@ reports makes a failed call; a lost connection is opened again; text parts are j
 """
 
 import asyncio
+import json
 import logging
 import time
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rollout_sidecar.errors import DeadlineError, ToolError
+from rollout_sidecar.errors import DeadlineError, ToolError, safe_text
 from rollout_sidecar.tools.base import BaseTool, ToolFailure, ToolResponse
 from rollout_sidecar.tools.mcp.entry import McpEntry, SessionOptions, call_timeout, read_entry
 from rollout_sidecar.tools.mcp.results import structured_text, text_of
@@ -127,7 +128,9 @@ class McpTool(BaseTool):
         result, stats = await remote.pool.call(
             instance_id,
             remote.name,
-            parameters,
+            json.loads(
+                safe_text(json.dumps(parameters, ensure_ascii=False))
+            ),  # half surrogate pairs
             timeout_s=self.timeout,
             retry=self.idempotent,
         )

@@ -49,6 +49,10 @@ class Watch:
             return f"its command {self.server.command!r} cannot be started{place}: {cause.strerror}"
         if self.server.transport == "stdio" and is_closed(cause):
             return self.log.describe()
+        if is_refusal(cause):
+            return "it cannot be connected to"
+        if isinstance(cause, httpx2.TransportError):
+            return f"the connection broke: {describe(cause)}"
         return describe(cause)
 
 
