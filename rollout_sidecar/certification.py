@@ -22,7 +22,7 @@ Kind = Literal["append-only", "fork-needed", "unsupported"]
 
 _BEFORE, _SHOWN_IDS, _SHOWN_TEXT = 3, 8, 24
 """Ids shown before the first that differs, from there on, and as text."""
-_THINKING = "<think>\nSome thoughts.\n</think>\n\n"
+_THOUGHT = "Some thoughts."
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,29 @@ def _certify(tokenizer: ChatTokenizer, tool_format: ToolFormat) -> Certificate:
             problems.append(str(difference))
     if refused:
         problems.append(refused)
+    problems += _missing_stops(tokenizer, tool_format)
     leak = _leak(tokenizer, tool_format)
     if leak:
         kind = "unsupported"
         problems.append(leak)
     return Certificate(kind, problems, differences, whole_conversations=not refused)
+
+
+def _missing_stops(tokenizer: ChatTokenizer, tool_format: ToolFormat) -> list[str]:
+    """Of a template without an end of turn: first tokens of messages that would not stop the policy."""
+    if tokenizer.turn_end_text:
+        return []
+    template = chat_template(tokenizer, tool_format)
+    asked: Message = {"role": "user", "content": "x"}
+    stop_ids = Conversation(tokenizer, tool_format, [asked]).stop_ids
+    following: list[Message] = [{"role": "tool", "name": "probe_tool", "content": "x"}, asked]
+    ends = dict.fromkeys(template.added([message], None)[0] for message in following)
+    return [
+        f"a turn ends with {end!r}, the first token of what follows, and that is no stop id; put "
+        f"{tokenizer.token_id(end)} into eos_token_id of generation_config.json"
+        for end in ends
+        if tokenizer.token_id(end) not in stop_ids
+    ]
 
 
 # --- the battery ------------------------------------------------------------------------------------------------
@@ -159,8 +177,10 @@ def _cases(
 
         def turn(content: str, calls: int, thinking: bool = thinking) -> Message:
             text = tool_format.render_turn(content, [("probe_tool", {"x": 1})] * calls)
-            written = _thinking_turn(tokenizer, content, calls) if thinking else ""
-            text = written or (_THINKING if thinking else "") + text
+            written = _thinking_turn(tokenizer, tool_format, content, calls) if thinking else ""
+            opening, closing = tool_format.think
+            thought = f"{opening}\n{_THOUGHT}\n{closing}\n\n" if thinking else ""
+            text = written or thought + text
             return {"role": "assistant", "content": text}
 
         answer = turn("An answer.", 0)
@@ -172,14 +192,16 @@ def _cases(
         yield f"a user message after a tool result{what}", [start, *one_round, answer, user]
 
 
-def _thinking_turn(tokenizer: ChatTokenizer, content: str, calls: int) -> str:
+def _thinking_turn(
+    tokenizer: ChatTokenizer, tool_format: ToolFormat, content: str, calls: int
+) -> str:
     """A turn with thinking as the template itself writes the last one, "" if it does not know such: line breaks
     around thoughts differ."""
     call = {"type": "function", "function": {"name": "probe_tool", "arguments": {"x": 1}}}
     message: Message = {
         "role": "assistant",
         "content": content,
-        "reasoning_content": "Some thoughts.",
+        "reasoning_content": _THOUGHT,
         "tool_calls": [{"id": f"call{i:05d}", **call} for i in range(calls)],
     }
     if not calls:
@@ -191,8 +213,8 @@ def _thinking_turn(tokenizer: ChatTokenizer, content: str, calls: int) -> str:
         text = tokenizer.render([*asked, message], [PROBE_TOOL], add_generation_prompt=False)
     except ValueError:
         return ""
-    generate = generate.partition("<think>")[0]
-    if not text.startswith(before + generate) or "Some thoughts." not in text:
+    generate = generate.partition(tool_format.think[0])[0]
+    if not text.startswith(before + generate) or _THOUGHT not in text:
         return ""
     text = text.removeprefix(before + generate)
     end = tokenizer.turn_end_text

@@ -112,7 +112,7 @@ class Conversation:
 
     @property
     def think_open(self) -> bool:
-        """The generation prompt opens a <think> that the turn's text goes on with: give it to the format's parse."""
+        """The generation prompt opens the thinking that the turn's text goes on with: give it to the format's parse."""
         return self._template.think_open
 
     # --- turns ---
@@ -155,7 +155,7 @@ class Conversation:
         return text
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
-        """The tool calls in a turn's text; knows the tools, and whether the generation prompt opened a <think>."""
+        """The tool calls in a turn's text; knows the tools, and whether the generation prompt opened the thinking."""
         return self._format.parse(text, think_open=self.think_open, tools=self.tools or None)
 
     def render_observation(self, messages: Sequence[Message]) -> Observation:

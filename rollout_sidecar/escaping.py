@@ -23,7 +23,6 @@ _PLACEHOLDER = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 # In messages these are escaped too, so that nobody can write a placeholder, or what probes of templates look for.
 _OURS = re.compile(f"[{_OPEN}{_CLOSE}]|{SENTINEL}")
 
-_THINK = ("<think>", "</think>")
 _TAG = re.compile(r"</?\w+>")
 
 
@@ -32,7 +31,7 @@ class Escaper:
 
     def __init__(self, tokenizer: ChatTokenizer, tool_format: ToolFormat):
         self._tokenizer = tokenizer
-        self._by_assistants = frozenset({*tool_format.markers, *_THINK})
+        self._by_assistants = frozenset({*tool_format.markers, *tool_format.think})
         self._by_people = frozenset(
             text
             for text in self._by_assistants

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizer_cases import THINK_TEMPLATE, TINY_TEMPLATE, write_tokenizer
+from tokenizer_cases import NEXT_ROLE_ENDS, THINK_TEMPLATE, TINY_TEMPLATE, write_tokenizer
 
 from rollout_sidecar.certification import Certificate, certify, check_certificate, main
 from rollout_sidecar.conversation import ContextPolicy
@@ -108,6 +108,20 @@ def test_a_template_that_writes_no_earlier_turns_can_only_be_appended_to(make_to
             ValueError, match=f"context policy {policy} needs .*one answer.*context policy keep"
         ):
             check_certificate(certificate, policy)
+
+
+def test_a_token_that_ends_turns_and_would_not_stop_the_policy_is_told(make_tokenizer):
+    tokens = ["<|obs|>", "<|bot|>"]
+    tokenizer = make_tokenizer(NEXT_ROLE_ENDS, special=tokens, eos_ids=[1])
+    certificate = certify(tokenizer, HERMES)
+    assert certificate.kind == "append-only"
+    missing = tokenizer.token_id("<|obs|>")
+    assert certificate.problems == [
+        "a turn ends with '<|obs|>', the first token of what follows, and that is no stop id; put "
+        f"{missing} into eos_token_id of generation_config.json"
+    ]
+    stopping = make_tokenizer(NEXT_ROLE_ENDS, special=tokens, eos_ids=[1, missing])
+    assert certify(stopping, HERMES).problems == []
 
 
 def test_a_template_that_lists_tools_in_another_format_is_told(make_tokenizer):

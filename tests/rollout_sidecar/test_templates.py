@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+from tokenizer_cases import NEXT_ROLE_ENDS
 
 from rollout_sidecar.conversation import Conversation, demonstration
 from rollout_sidecar.formats import get_format
@@ -108,12 +109,6 @@ ALTERNATING = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}
 """
 """As Gemma's: users and assistants in turn, and nothing else."""
-
-NEXT_ROLE_ENDS = (
-    "{% for m in messages %}{{ {'user': '<|im_start|>', 'tool': '<|obs|>', 'assistant': '<|bot|>'}[m.role] }}"
-    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
-)
-"""As GLM's: a turn ends with the token that begins the next message."""
 
 
 @pytest.mark.parametrize("policy", ["keep", "fork"])

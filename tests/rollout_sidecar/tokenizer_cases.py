@@ -62,6 +62,13 @@ THINK_TEMPLATE = (
 """Opens the thinking for the policy, and drops it once another question comes."""
 
 
+NEXT_ROLE_ENDS = (
+    "{% for m in messages %}{{ {'user': '<|im_start|>', 'tool': '<|obs|>', 'assistant': '<|bot|>'}[m.role] }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+"""As GLM's: a turn ends with the token that begins the next message."""
+
+
 def write_tokenizer(folder: Path, template: str | None, **config) -> Path:
     """A model folder without a model. `special` ids are 0 <|endoftext|>, 1 <|im_start|>, 2 <|im_end|>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
