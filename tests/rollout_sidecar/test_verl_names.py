@@ -12,7 +12,11 @@ from rollout_sidecar import verl_names
 from rollout_sidecar.tools.base import BaseTool, ToolResponse
 from rollout_sidecar.tools.registry import load_tools
 from rollout_sidecar.tools.schemas import OpenAIFunctionToolSchema
-from rollout_sidecar.verl_rewards import gsm8k_compute_score, gsm8k_extract_solution
+from rollout_sidecar.verl_rewards import (
+    default_compute_score,
+    gsm8k_compute_score,
+    gsm8k_extract_solution,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -228,3 +232,10 @@ def test_gsm8k_scores_as_verls_signature_says(text, truth, kwargs, score):
 def test_an_unknown_method_is_named():
     with pytest.raises(ValueError, match="method='lax' must be strict or flexible"):
         gsm8k_compute_score("1", "1", method="lax")  # type: ignore[arg-type]
+
+
+def test_the_default_score_is_the_built_in_reward_of_the_data_source():
+    score: Any = default_compute_score("openai/gsm8k", "#### 2", "2", extra_info={"index": 0})
+    assert score["score"] == 1.0
+    with pytest.raises(ValueError, match="no built-in reward for data_source 'mine'"):
+        default_compute_score("mine", "#### 2", "2")

@@ -132,18 +132,26 @@ def test_options_that_mean_nothing_here_are_listed_and_none_is_absent():
 
 
 def test_every_option_has_a_setting_or_says_why_not():
-    later = {
-        "sidecar.profile",
-        "sidecar.interaction_config",
-        "sidecar.tool_result_characters",
-        "sidecar.tool_result_side",
-    }
+    flags = {"sidecar.max_tool_response_length", "sidecar.truncate_side"}
     for option in OPTIONS.values():
         section, _, name = option.field.partition(".")
-        assert not option.field or name in SECTIONS[section] or option.field in later, option
+        assert not option.field or name in SECTIONS[section] or option.field in flags, option
         if not option.field and not option.note:
             with pytest.raises(Cannot, match="is not supported"):
                 option.read("something else")
+
+
+def test_what_only_the_sidecar_takes_is_named_as_its_flag(monkeypatch):
+    name = f"{TURNS}.tool_response_truncate_side"
+    monkeypatch.setattr("tooljax.compat.options.SECTIONS", {})
+    assert translate({name: "left"}).notes[name] == (
+        "no field of the config; a sidecar of its own takes it as --truncate_side left"
+    )
+
+
+def test_a_profile_brings_what_rewards_read():
+    assert translate({}, "B").settings == {"sidecar.profile": "B", "reward.text": "all"}
+    assert translate({}).settings == {}
 
 
 def test_a_launch_script_with_its_variables(tmp_path):

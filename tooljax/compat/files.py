@@ -13,6 +13,7 @@ import yaml
 
 from rollout_sidecar.interactions.registry import load_interactions
 from rollout_sidecar.rewards.registry import get_reward
+from rollout_sidecar.tools.mcp.entry import read_entry
 from rollout_sidecar.tools.mcp.servers import read_servers
 from rollout_sidecar.tools.registry import make_entry, read_entries
 from tooljax.compat.options import full_name, read_script_options, read_yaml_options
@@ -171,13 +172,12 @@ def _read_native_entry(reading: Reading, where: str, entry: dict[str, Any], prof
 
 def _read_mcp_entry(reading: Reading, where: str, entry: dict[str, Any]) -> None:
     reading.subjects.add("mcp")
-    servers = read_servers(
-        entry["mcp"].get("mcp_servers_config_path"), where=where, base_dir=reading.path.parent
+    found = read_entry(entry, where=where, base_dir=reading.path.parent)
+    reading.tools.update(found.selected)
+    which = ", ".join(found.selected) or "all their tools"
+    reading.facts.append(
+        f"MCP servers {', '.join(found.servers)}: {which} (listed when a run starts)"
     )
-    selected = entry["mcp"].get("tool_selected_list")
-    reading.tools.update(selected or ())
-    which = ", ".join(selected) if selected else "all their tools"
-    reading.facts.append(f"MCP servers {', '.join(servers)}: {which} (listed when a run starts)")
 
 
 def dropped_by_verl(schema: dict[str, Any]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any, get_origin
 import yaml
 
 from rollout_sidecar.formats import get_format
+from rollout_sidecar.profiles import get_profile
 from tooljax.compat.points import PROFILE_FIELD
 from tooljax.config.gin import SECTIONS
 from tooljax.config.values import WrongValue, convert
@@ -116,11 +117,11 @@ OPTIONS: dict[str, Option] = {
         Option(f"{TURNS}.max_parallel_calls", "limits.max_parallel_calls", int),
         Option(
             f"{TURNS}.max_tool_response_length",
-            "sidecar.tool_result_characters",
+            "sidecar.max_tool_response_length",
             int,
             "in characters; limits.max_tool_result_tokens bounds the tokens",
         ),
-        Option(f"{TURNS}.tool_response_truncate_side", "sidecar.tool_result_side", str),
+        Option(f"{TURNS}.tool_response_truncate_side", "sidecar.truncate_side", str),
         Option(f"{TURNS}.format", "sidecar.tool_format", lambda name: get_format(name).name),
         Option(f"{TURNS}.tool_config_path", "sidecar.tool_config", str),
         Option(f"{TURNS}.function_tool_path", "sidecar.tool_config", str),
@@ -211,6 +212,7 @@ def translate(options: Mapping[str, Any], profile: str = "default") -> Translati
                 _set(setting, value, "verl's default", done)
     if profile != "default":
         _set(PROFILE_FIELD, profile, "--profile", done)
+        _set("reward.text", get_profile(profile).solution_text, "--profile", done)
     return done
 
 
@@ -245,9 +247,8 @@ def _set(setting: str, value: Any, origin: str, done: Translation, note: str = "
     section, _, name = setting.partition(".")
     hint = SECTIONS.get(section, {}).get(name)
     if hint is None:
-        done.notes[origin] = (
-            f"there is no setting {setting} in this version; {value!r} is not carried over"
-        )
+        flag = f"--{name} {value}"
+        done.notes[origin] = f"no field of the config; a sidecar of its own takes it as {flag}"
         return
     if get_origin(hint) is tuple and not isinstance(value, list | tuple):
         value = (*done.settings.get(setting, ()), value)

@@ -205,7 +205,11 @@ POINTS: tuple[Point, ...] = (
         "sessions with an MCP server",
         "mcp",
         {"AB": "a new one for each call: the server's state is lost", "C": "no MCP tools"},
-        "one a trajectory, opened again when it is lost",
+        _by(
+            "tool_lifetime",
+            trajectory="one a trajectory, opened again when it is lost",
+            call="a new one for each call: the server's state is lost",
+        ),
         "config.session: trajectory, run or call",
     ),
     _point(
