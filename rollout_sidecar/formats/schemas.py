@@ -38,8 +38,6 @@ def read_value(text: str, parameters: Mapping[str, Any], argument: str) -> tuple
     speak of. Where it says nothing, JSON that is not a string is read, and all else stays text.
     """
     allowed = _types(_property(parameters, argument), parameters)
-    if allowed == {"string"}:
-        return text, ""
     value, error = read_literal(text)
     if error and allowed & {"array", "object"} and "string" not in allowed:
         return None, not_json(argument, error)

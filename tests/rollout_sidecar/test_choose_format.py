@@ -83,8 +83,16 @@ def test_a_template_that_knows_no_tools_gets_hermes(chatml_tokenizer: ChatTokeni
     assert "knows no tools" in choice.reason
 
 
-def test_an_unknown_format_is_said(chatml_tokenizer: ChatTokenizer):
-    choice = explain_choice(template("<<{{ f.name }} {{ f.arguments.x }}>>", "write <<tool x>>"))
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<<{{ f.name }} {{ f.arguments.x }}>>",
+        # What would be Llama's JSON if it stood alone.
+        '<TOOLCALL>{{ \'\n\' }}{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}</TOOLCALL>',
+    ],
+)
+def test_an_unknown_format_is_said(call: str):
+    choice = explain_choice(template(call, "write <<tool x>>"))
     assert choice.format.name == "hermes"
     assert (
         "neither that nor how it writes a call is a format known here; set the format"

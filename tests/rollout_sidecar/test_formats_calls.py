@@ -144,6 +144,17 @@ def test_ids_that_the_policy_gave(name: str, ids: list[str]):
     assert [call.call_id for call in get_format(name).parse(CASES[name])] == ids
 
 
+def test_an_id_between_name_and_arguments():
+    (call,) = get_format("mistral").parse("[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{}")
+    assert (call.name, call.call_id) == ("f", "abcdefgh1")
+
+
+@pytest.mark.parametrize("recipient", ["all", "user", "assistant"])
+def test_a_message_to_people_is_no_call(recipient: str):
+    text = f"<|channel|>commentary to={recipient}<|message|>{{}}<|end|>"
+    assert get_format("harmony").parse(text) == []
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
