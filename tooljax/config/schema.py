@@ -148,9 +148,9 @@ class RewardConfig:
     function_kwargs: str = ""
     """JSON object: more arguments of that function, such as '{"format_score": 0.1}'. Chosen by data_source, a function
     gets those that it takes."""
-    text: Literal["policy", "all"] = "policy"
+    text: Literal["", "policy", "all"] = ""
     """What it reads as solution_str: what the policy wrote, or everything after the prompt, as in verl: a tool's text
-    can then earn the reward."""
+    can then earn the reward. Empty: as sidecar.profile has it, which is policy unless it is one of verl's."""
     tool: float = 0.0
     """Weight of the rewards that tools return. 0 ignores them, and warns once a tool if there are any."""
     turn: float = 0.0
