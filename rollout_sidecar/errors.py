@@ -68,7 +68,10 @@ def describe(error: BaseException) -> str:
 
     A KeyError's message is the key alone, so it gets both.
     """
-    text = safe_text(" ".join(str(error).split()))
+    try:
+        text = safe_text(" ".join(str(error).split()))
+    except Exception:  # a foreign exception may fail even at this
+        text = ""
     if isinstance(error, KeyError):
         return f"KeyError: {text}"
     return text or type(error).__name__

@@ -1,5 +1,7 @@
-"""Calling foreign code: tools, interactions, reward functions. It may raise, hang, block, or ignore being cancelled;
-whoever waits for it waits no longer than a deadline.
+"""Calling foreign code: tools, interactions, reward functions. It may raise, hang, ignore being cancelled, or try to
+end the process; whoever waits for it waits no longer than a deadline, and sees exceptions only.
+
+Not covered: a coroutine that blocks the event loop (time.sleep in an `async def`). Plain functions run in threads.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ _left_behind: set[asyncio.Task] = set()
 
 async def bounded(call: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """Awaits foreign code, at most timeout_s: raises DeadlineError then, even if it ignores being cancelled."""
-    task = asyncio.ensure_future(call)
+    task = begin(call)
     try:
         await asyncio.wait({task}, timeout=timeout_s)
     finally:
@@ -30,6 +32,19 @@ async def bounded(call: Coroutine[Any, Any, T], timeout_s: float) -> T:
     if task.cancelled():  # by itself: it must not look like the cancellation of the trajectory
         raise ToolError("it was cancelled")
     return task.result()
+
+
+def begin(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Starts foreign code as a task of its own. What it raises may be looked at by nobody."""
+
+    def end(task: asyncio.Task[T]) -> None:
+        call.close()  # it may have been cancelled before it began
+        if not task.cancelled():
+            task.exception()  # else asyncio complains where the waiter was cancelled meanwhile
+
+    task = asyncio.ensure_future(_contained(call))
+    task.add_done_callback(end)
+    return task
 
 
 async def invoke(method: Callable[..., Awaitable[T] | T], *args: Any, **kwargs: Any) -> T:
@@ -64,6 +79,16 @@ def takes_positional(method: Callable[..., Any]) -> bool:
         parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD, kinds.VAR_POSITIONAL)
         for parameter in _parameters(method)
     )
+
+
+async def _contained(call: Coroutine[Any, Any, T]) -> T:
+    """What would end the event loop, such as the SystemExit of a call of `exit()`, becomes an ordinary failure."""
+    try:
+        return await call
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"it raised {error!r}") from error
 
 
 def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:

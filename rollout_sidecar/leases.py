@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from rollout_sidecar.errors import DeadlineError, RolloutError, ToolError, boundary
-from rollout_sidecar.foreign import bounded, leave
+from rollout_sidecar.foreign import begin, bounded, leave
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class Leases:
             failed: told why a closing failed.
             owner: whoever will close it; if it goes away without, the reaper does.
         """
-        lease = Lease(self, asyncio.ensure_future(opening), close, failed, owner)
+        lease = Lease(self, begin(opening), close, failed, owner)
         self._open.add(lease)
         return lease
 
