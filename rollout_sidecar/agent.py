@@ -88,7 +88,8 @@ async def run_rollout(
 def _gate(name: str, tool: BaseTool) -> ToolGate:
     config = getattr(tool, "config", None) or {}
     try:
-        options = GateOptions.of(config, idempotent=getattr(tool, "idempotent", False))
+        idempotent = getattr(tool, "idempotent", False)
+        options = GateOptions.of(config, idempotent=idempotent, name=name)
     except ValueError as error:
         raise ValueError(f"tool {name!r}: {error}") from error
     return ToolGate(name, options)

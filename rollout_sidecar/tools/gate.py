@@ -12,6 +12,9 @@ Made from keys of the tool's `config` (verl's names in parentheses):
     breaker_failures: 16                  so many of those in a row, over all trajectories, open the breaker; 0: never
     breaker_cooldown_s: 30                then, after this time, one call is let through to try
 
+verl's names, and `retries`, may mean something else to a user's tool: a value that does not fit is told in the log, and
+is no limit here.
+
 An infrastructure failure is a call that timed out, or raised something that does not look like a complaint about the
 call itself: a tool that refuses an argument (ToolFailure, ValueError, KeyError, ...) is in good health.
 
@@ -19,6 +22,7 @@ All times are the event loop's, so a loop with a clock of its own makes every de
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -28,6 +32,8 @@ from rollout_sidecar.tools.base import ToolFailure
 from rollout_sidecar.tools.http import HttpFailure
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
 """Before the first retry; doubled for each further one."""
@@ -56,31 +62,40 @@ class GateOptions:
     breaker_cooldown_s: float = 30.0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, idempotent: bool = False) -> "GateOptions":
+    def of(
+        cls, config: Mapping[str, Any], *, idempotent: bool = False, name: str = ""
+    ) -> "GateOptions":
         """Reads a config. ValueError names the key and the value.
 
         Args:
             config: of the tool; other keys are the tool's own, and None is absent.
             idempotent: what the tool's class declares.
+            name: of the tool, for the log.
         """
         defaults = cls()
         given = {key: value for key, value in config.items() if value is not None}
         idempotent = bool(given.get("idempotent", idempotent))
-        retries = int(_number(given, "retries", 2 if idempotent else 0, whole=True))
-        if retries and not idempotent:
-            raise ValueError(
-                f"retries={retries} would repeat calls of a tool that is not declared idempotent;"
-                " set idempotent: true if that is safe"
+        retries = 2 if idempotent else 0
+        if idempotent:
+            retries = int(_number(given, "retries", retries, whole=True))
+        elif given.get("retries"):
+            _log.warning(
+                "tool %r: retries=%r is left to the tool, which is not declared idempotent"
+                " (idempotent: true lets its calls be repeated)",
+                name,
+                given["retries"],
             )
         timeout_s = _optional(given, "timeout_s")
         if timeout_s is None:
-            verls = _optional(given, "default_timeout", "timeout")
+            verls = _lenient(name, given, "default_timeout") or _lenient(name, given, "timeout")
             timeout_s = None if verls is None else verls + VERL_GRACE_S
         limited = given.get("enable_global_rate_limit", True)
-        places = _optional(given, "max_concurrency", "num_workers", whole=True)
+        places = _optional(given, "max_concurrency", whole=True)
+        if places is None:
+            places = _lenient(name, given, "num_workers", whole=True)
         return cls(
             max_concurrency=None if places is None else int(places),
-            rate_limit=_optional(given, "rate_limit") if limited else None,
+            rate_limit=_lenient(name, given, "rate_limit") if limited else None,
             timeout_s=timeout_s,
             queue_timeout_s=_number(given, "queue_timeout_s", defaults.queue_timeout_s),
             idempotent=idempotent,
@@ -294,15 +309,25 @@ def _origin(error: RolloutError) -> BaseException:
     return error if error.__cause__ is None or isinstance(error, ToolFailure) else error.__cause__
 
 
-def _optional(config: Mapping[str, Any], *names: str, whole: bool = False) -> float | None:
-    """The first of these keys that is there."""
-    name = next((name for name in names if name in config), None)
-    if name is None:
+def _optional(config: Mapping[str, Any], key: str, *, whole: bool = False) -> float | None:
+    """A limit, None if there is none."""
+    if key not in config:
         return None
-    value = _number(config, name, 0.0, whole=whole)
+    value = _number(config, key, 0.0, whole=whole)
     if value <= 0:
-        raise ValueError(f"{name}={value:g} must be above 0; leave it out for no limit")
+        raise ValueError(f"{key}={value:g} must be above 0; leave it out for no limit")
     return value
+
+
+def _lenient(
+    tool: str, config: Mapping[str, Any], key: str, *, whole: bool = False
+) -> float | None:
+    """The same for a key that verl's users may have given a meaning of their own."""
+    try:
+        return _optional(config, key, whole=whole)
+    except ValueError as error:
+        _log.warning("tool %r: %s; it is no limit here", tool, error)
+        return None
 
 
 def _number(config: Mapping[str, Any], name: str, default: float, *, whole: bool = False) -> float:

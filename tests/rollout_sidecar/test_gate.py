@@ -1,6 +1,7 @@
 """The gate of a tool: who waits, who is refused, who is tried again. All times are exact, on a clock of the test's."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -301,16 +302,31 @@ def test_a_class_or_a_config_declares_a_tool_idempotent():
     ("config", "problem"),
     [
         ({"max_concurrency": 0}, "max_concurrency=0 must be above 0; leave it out for no limit"),
-        ({"num_workers": 2.5}, "num_workers=2.5 must be a whole number from 0 on"),
-        ({"rate_limit": "fast"}, "rate_limit='fast' must be a number from 0 on"),
+        ({"max_concurrency": 2.5}, "max_concurrency=2.5 must be a whole number from 0 on"),
         ({"breaker_failures": -1}, "breaker_failures=-1 must be a whole number from 0 on"),
         ({"timeout_s": True}, "timeout_s=True must be a number"),
-        ({"retries": 1}, "retries=1 would repeat calls of a tool that is not declared idempotent"),
+        ({"idempotent": True, "retries": "2"}, "retries='2' must be a whole number from 0 on"),
     ],
 )
 def test_bad_settings_are_named(config, problem):
     with pytest.raises(ValueError, match=problem):
         GateOptions.of(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"num_workers": "many"}, "num_workers='many' must be a whole number from 0 on; it is no"),
+        ({"rate_limit": 0}, "rate_limit=0 must be above 0; leave it out for no limit; it is no"),
+        ({"timeout": {"connect": 5}}, "timeout={'connect': 5} must be a number from 0 on; it is"),
+        ({"retries": 3}, "retries=3 is left to the tool, which is not declared idempotent"),
+    ],
+)
+def test_keys_that_mean_something_else_to_a_user_s_tool_are_told_and_left(config, told, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert GateOptions.of(config, name="mine") == GateOptions()
+    (record,) = caplog.records
+    assert record.message.startswith(f"tool 'mine': {told}")
 
 
 def test_the_clock_of_these_tests_stands_still_while_code_runs():

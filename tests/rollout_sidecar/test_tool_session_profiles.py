@@ -260,9 +260,9 @@ async def test_attempts_waiting_and_metrics_are_recorded(tiny_tokenizer):
 
 def test_a_bad_limit_names_the_tool(tiny_tokenizer):
     tool = CounterTool()
-    tool.config = {"rate_limit": -1}
+    tool.config = {"breaker_failures": -1}
     with pytest.raises(
-        ValueError, match=r"tool 'counter': rate_limit=-1 must be a number from 0 on"
+        ValueError, match=r"tool 'counter': breaker_failures=-1 must be a whole number from 0 on"
     ):
         make_agent(tiny_tokenizer, [], tool)
 
