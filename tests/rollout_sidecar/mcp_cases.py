@@ -5,11 +5,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from sidecar_cases import make_agent, make_request
+
+from rollout_sidecar.agent import run_rollout
+from rollout_sidecar.protocol import Trajectory
+from rollout_sidecar.tokenizer import ChatTokenizer
 from rollout_sidecar.tools.mcp import McpTool, open_mcp_tools
 
 SERVERS = Path(__file__).parent / "mcp_servers"
@@ -100,7 +105,19 @@ async def opened(
     assert_nothing_left()
 
 
-async def say(tools: dict[str, McpTool], key: str, name: str, **arguments: Any) -> str:
+async def play_all(
+    tokenizer: ChatTokenizer, tools: dict[str, McpTool], scripts: Sequence[list[str]]
+) -> list[Trajectory]:
+    """A trajectory for each script, all at once; cancelled with whoever awaits this."""
+
+    def playing(ordinal: int, script: list[str]) -> Coroutine[Any, Any, Trajectory]:
+        agent, request = make_agent(tokenizer, script, *tools.values()), make_request()
+        return run_rollout(agent, request.tasks[0], request.rollouts[0], request, ordinal)
+
+    return await asyncio.gather(*(playing(i, script) for i, script in enumerate(scripts)))
+
+
+async def say(tools: Mapping[str, Any], key: str, name: str, /, **arguments: Any) -> str:
     """What a tool answers in a trajectory."""
     response, _, _ = await tools[name].execute(key, arguments)
     assert response.text is not None

@@ -1,11 +1,14 @@
 """The MCP JSON: what verl and other clients write is read, and every bad entry is one sentence."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout_sidecar.tools import registry
+from rollout_sidecar.tools.mcp.entry import read_entry
 from rollout_sidecar.tools.mcp.servers import McpServer, read_servers
 
 
@@ -179,3 +182,25 @@ def test_paths_are_a_text_or_a_list_of_texts(tmp_path, paths):
         ValueError, match="must be the path of an MCP JSON file, or a list of paths"
     ):
         read_servers(paths, where="tools[0]", base_dir=tmp_path)
+
+
+def test_the_shipped_files_are_read():
+    configs = Path(__file__).parents[2] / "configs"
+    for where, made, file in _mcp_entries(configs / "tools"):
+        servers = read_entry(made, where=where, base_dir=file.parent).servers
+        assert servers
+    for file in (configs / "mcp").glob("*.json"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TAVILY_API_KEY", "t0k")
+            assert read_servers(file, where=str(file), base_dir=configs, environ=os.environ)
+
+
+def _mcp_entries(folder: Path) -> list[tuple[str, dict[str, Any], Path]]:
+    entries = [
+        (where, made, file)
+        for file in folder.glob("*.yaml")
+        for where, made in registry.read_entries(file)
+        if "mcp" in made
+    ]
+    assert entries
+    return entries

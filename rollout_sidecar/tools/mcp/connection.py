@@ -317,7 +317,8 @@ class McpConnection:
                 raise await self._lost(may_have_run=True)
             return task.result()
         except MCPError as error:
-            if is_unknown_session(error):
+            if is_unknown_session(error, self._watch.status):
+                self._failure = self._failure or self._watch.explain(error)
                 self._over.set()
                 raise await self._lost(may_have_run=False) from error
             if is_closed(error):

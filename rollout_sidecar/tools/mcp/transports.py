@@ -108,17 +108,19 @@ def is_closed(cause: BaseException) -> bool:
     return isinstance(cause, MCPError) and cause.code == mcp_types.CONNECTION_CLOSED
 
 
-def is_unknown_session(error: MCPError) -> bool:
-    """The server does not know the session (any more), so it did not run the call. SDKs disagree about the code."""
-    codes = (mcp_types.INVALID_REQUEST, mcp_types.CONNECTION_CLOSED, mcp_types.REQUEST_TIMEOUT)
-    return error.code in codes and "session" in error.message.lower()
-
-
 def is_http_status(cause: BaseException) -> bool:
     """The server answered with an HTTP error that is no message of the protocol; the SDK makes these two of it."""
     messages = ("Server returned an error response", "Not Found")
     made_up = isinstance(cause, MCPError) and cause.message in messages
     return made_up or isinstance(cause, httpx2.HTTPStatusError)
+
+
+def is_unknown_session(error: MCPError, status: int | None) -> bool:
+    """The server does not know the session (any more), so it did not run the call. SDKs disagree about how to say so:
+    with a code and words of the protocol, or with an HTTP status alone."""
+    codes = (mcp_types.INVALID_REQUEST, mcp_types.CONNECTION_CLOSED, mcp_types.REQUEST_TIMEOUT)
+    in_words = error.code in codes and "session" in error.message.lower()
+    return in_words or (is_http_status(error) and status in (400, 404))
 
 
 def _http_client(watch: Watch, timeout_s: float) -> httpx2.AsyncClient:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 MODES = set(sys.argv[1:])
 HANDSHAKE, MODERN = "2025-06-18", "2026-07-28"
@@ -33,27 +34,28 @@ EMPTY = {"type": "object", "properties": {}}
 count = 0
 
 
-def tools():
+def tools() -> list[Any]:
     """What tools/list gives."""
     if "no_tools" in MODES:
         return []
-    named = [{"name": "inc", "description": "Counts.", "inputSchema": EMPTY}]
+    named: list[Any] = [{"name": "inc", "description": "Counts.", "inputSchema": EMPTY}]
     if "pages" in MODES:
         return named + [{"name": f"tool{i}", "inputSchema": EMPTY} for i in range(5)]
-    for name in ("pid", "hang", "die", "flood", "bad_result", "refuse", "children"):
+    for name in ("pid", "hang", "die", "flood", "bad_result", "refuse", "children", "environment"):
         named.append({"name": name, "inputSchema": EMPTY})
-    read_only = {"readOnlyHint": True}
-    named.append({"name": "read_only_die", "inputSchema": EMPTY, "annotations": read_only})
+    named.append({"name": "die_once", "inputSchema": EMPTY})
+    for name, hint in (("die_once_safe", "idempotentHint"), ("read_only_die", "readOnlyHint")):
+        named.append({"name": name, "inputSchema": EMPTY, "annotations": {hint: True}})
     return [*named, {"name": "wide", "description": "Wide.", "inputSchema": SCHEMA}]
 
 
-def list_tools(params):
+def list_tools(params: Any) -> Any:
     """All at once, or two a page."""
     found = tools()
     if "pages" not in MODES:
         return {"tools": found}
     start = int(params.get("cursor", 0))
-    page = {"tools": found[start : start + 2]}
+    page: dict[str, Any] = {"tools": found[start : start + 2]}
     if start + 2 < len(found):
         page["nextCursor"] = str(start + 2)
     if "endless" in MODES:
@@ -61,7 +63,7 @@ def list_tools(params):
     return page
 
 
-def call(name):
+def call(name: str, arguments: Any) -> Any:
     """The text of a result, or something else."""
     global count
     if name == "inc":
@@ -69,9 +71,16 @@ def call(name):
         return str(count)
     if name == "pid":
         return str(os.getpid())
+    if name == "environment":
+        lines = [f"{key}={value}" for key, value in os.environ.items()]
+        return "\n".join([*lines, f"folder {os.getcwd()}"])
     if name == "hang":
         time.sleep(3600)
-    if name in ("die", "read_only_die"):
+    if name.startswith("die_once"):
+        if os.path.exists(arguments["flag"]):
+            return "lived"
+        open(arguments["flag"], "w").close()
+    if "die" in name:
         sys.stderr.write("secret words\n")
         os._exit(7)
     if name == "flood":
@@ -83,11 +92,12 @@ def call(name):
         code = "import os, time\nif os.fork(): os._exit(0)\nprint(os.getpid(), flush=True)\ntime.sleep(3600)"
         arguments = [sys.executable, "-S", "-c", code]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, start_new_session=True) as child:
+            assert child.stdout is not None
             return child.stdout.readline().decode().strip()
     return {"wrong": "shape"} if name == "bad_result" else None
 
 
-def answer(method, params):
+def answer(method: str, params: Any) -> Any:
     """The result of a request, or an error."""
     if method == "initialize":
         if "modern_only" in MODES:
@@ -107,21 +117,21 @@ def answer(method, params):
     if method == "tools/call":
         if params["name"] == "refuse":
             return None, {"code": -32602, "message": "no such table"}
-        found = call(params["name"])
+        found = call(params["name"], params.get("arguments") or {})
         if isinstance(found, str):
             return {"content": [{"type": "text", "text": found}]}, None
         return found, None
     return None, {"code": -32601, "message": f"Method not found: {method}"}
 
 
-def main():
+def main() -> None:
     """Answers one request at a time."""
     if "exit" in MODES:
         sys.exit("cannot find the database")
     if "stubborn" in MODES:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "garbage" in MODES:
-        sys.stdout.write("Welcome to this server!\n\n{not json}\n\xff\n")
+        sys.stdout.buffer.write(b"Welcome to this server!\n\n{not json}\n\xff\xfe\n")
     if "noisy" in MODES:
         sys.stderr.write("noise\n" * 200_000)
     for line in sys.stdin:
@@ -131,7 +141,7 @@ def main():
         result, error = answer(request["method"], request.get("params") or {})
         if result is not None and "modern_only" in MODES:
             result.update(resultType="complete", ttlMs=0, cacheScope="public")
-        reply = {"jsonrpc": "2.0", "id": request["id"]}
+        reply: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
         reply |= {"error": error} if error else {"result": result}
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, Literal
 
 import mcp_types
@@ -72,27 +71,6 @@ def fail(reason: str) -> str:
 
 
 @server.tool()
-def die() -> str:
-    """Ends the process."""
-    os._exit(3)
-
-
-@server.tool(annotations=mcp_types.ToolAnnotations(idempotent_hint=True))
-def die_once(flag: str) -> str:
-    """Ends the process the first time; may be called twice."""
-    if Path(flag).exists():
-        return "lived"
-    Path(flag).touch()
-    os._exit(3)
-
-
-@server.tool()
-def die_once_unsafe(flag: str) -> str:
-    """Ends the process the first time; must not be called twice."""
-    return die_once(flag)
-
-
-@server.tool()
 def wide(
     place: Place,
     mode: Literal["fast", "safe"] = "safe",
@@ -113,18 +91,6 @@ def huge(characters: int) -> str:
 def echo(text: str) -> str:
     """The text again."""
     return text
-
-
-@server.tool()
-def process_id() -> str:
-    """Of the server."""
-    return str(os.getpid())
-
-
-@server.tool()
-def environment() -> str:
-    """Names and values of the server's environment."""
-    return "\n".join(f"{key}={value}" for key, value in sorted(os.environ.items()))
 
 
 @server.tool()
