@@ -24,14 +24,15 @@ class SandboxOptions:
     disk_mb: int = 64
     """/sandbox, /tmp and /dev/shm together; they are memory too, and empty when a call or a session begins."""
     output_bytes: int = 65536
-    """What is kept of each of stdout and stderr."""
+    """What is kept of each of stdout and stderr: half from the beginning, half from the end."""
     last_value: bool = False
     """Prints the value of a last line that is an expression, as notebooks do."""
 
     workers: int = 0
     """Kept warm; so many calls run at once without a wait. 0 is twice the processors, from 4 to 16."""
-    max_workers: int = 128
-    """Where the pool stops to grow when calls wait and sessions hold their workers. A worker takes about 12 MB."""
+    max_workers: int = 256
+    """Where the pool stops to grow when calls wait and sessions hold their workers: each trajectory of a stateful tool
+    holds one from its first call on."""
     python: str = ""
     """The interpreter, for example of a virtual environment with packages for the policy. Its folders are readable in
     the sandbox. "" is /usr/bin/python3 or, without a recent one, the interpreter that this one's environment is

@@ -14,8 +14,9 @@ from rollout_sidecar.tools.python_sandbox.launch import Launcher, make_bundle, m
 from rollout_sidecar.tools.python_sandbox.options import SandboxOptions
 from rollout_sidecar.tools.python_sandbox.worker import Worker
 
-GROW_AFTER_S = 0.05
-"""How long a call waits before the pool grows: most are done sooner than a worker starts."""
+STALLED_S, LONG_WAIT_S = 0.05, 0.5
+"""The pool grows if no worker came free for the one time, or if a call has waited for the other. To start a worker
+costs as much as ten calls, so a queue that moves is left alone."""
 SHRINK_AFTER_S = 300.0
 """How long workers beyond `workers` are kept idle."""
 STARTS_AT_ONCE = max(2, os.cpu_count() or 1)
@@ -34,8 +35,11 @@ class Pool:
         self._idle: deque[Worker] = deque()
         self._lent: set[Worker] = set()
         self._waiting: deque[asyncio.Future[Worker]] = deque()
+        self._asked: dict[asyncio.Future[Worker], float] = {}
+        self._moved = 0.0
         self._starting = 0
         self._tasks: set[asyncio.Task] = set()
+        self._growing: asyncio.TimerHandle | None = None
         self._shrinking: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -68,7 +72,11 @@ class Pool:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[Worker] = loop.create_future()
         self._waiting.append(turn)
-        loop.call_later(GROW_AFTER_S if self.size else 0.0, self._grow)
+        self._asked[turn] = loop.time()
+        if not self.size:
+            self._start(1)
+        if self._growing is None:
+            self._growing = loop.call_later(STALLED_S, self._grow)
         try:
             return await turn
         except asyncio.CancelledError:
@@ -76,12 +84,14 @@ class Pool:
                 self.give_back(turn.result())
             raise
         finally:
+            del self._asked[turn]
             if turn in self._waiting:
                 self._waiting.remove(turn)
 
     def give_back(self, worker: Worker) -> None:
         """The worker is as it was when it was taken."""
         self._lent.discard(worker)
+        self._moved = asyncio.get_running_loop().time()
         self._offer(worker)
 
     def discard(self, worker: Worker) -> None:
@@ -94,8 +104,9 @@ class Pool:
     async def close(self) -> None:
         """Ends all workers, also those in use, and waits until they are gone."""
         self._closed = True
-        if self._shrinking is not None:
-            self._shrinking.cancel()
+        for timer in (self._growing, self._shrinking):
+            if timer is not None:
+                timer.cancel()
         for turn in self._waiting:
             if not turn.done():
                 turn.set_exception(SandboxUnavailableError("the Python sandbox was closed"))
@@ -140,15 +151,23 @@ class Pool:
             self._end(self._idle.pop())
 
     def _grow(self) -> None:
-        if self._waiting and not self._closed:
+        if self._growing is not None:
+            self._growing.cancel()
+            self._growing = None
+        if not self._waiting or self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        waited_s = loop.time() - self._asked[self._waiting[0]]
+        if loop.time() - self._moved > STALLED_S or waited_s > LONG_WAIT_S:
             self._start(len(self._waiting) - self._starting)
+        self._growing = loop.call_later(STALLED_S, self._grow)
 
     def _start(self, count: int) -> None:
         room = self._options.max_workers - self.size
         for _ in range(min(count, room, STARTS_AT_ONCE - self._starting)):
             self._starting += 1
             self._spawn(self._start_one())
-        # The rest follows when one of these is done.
+        # The rest follows when one of these is there.
 
     async def _start_one(self) -> None:
         assert self._launcher is not None, "open comes first"
@@ -165,7 +184,8 @@ class Pool:
         self._starting -= 1
         self._offer(worker)
         if not self._closed:
-            self._start(max(self._wanted - self.size, len(self._waiting) - self._starting))
+            self._start(self._wanted - self.size)
+            self._grow()
 
     def _end(self, worker: Worker) -> None:
         worker.kill()

@@ -76,16 +76,17 @@ def make_result(
 ) -> SandboxResult:
     """From a worker's reply."""
     status, reasons = _judge(header, options, wall_s)
-    for name, kept, total in zip(("stdout", "stderr"), outputs, header["totals"], strict=True):
-        if total > len(kept) and status != "output_limit":
-            reasons.append(f"{name} was cut after {len(kept)} of {total} bytes")
+    texts = []
+    for i, name in enumerate(("stdout", "stderr")):
+        head, tail = outputs[2 * i : 2 * i + 2]
+        missing = header["totals"][i] - len(head) - len(tail)
+        texts.append(clean(head, tail, missing))
+        if missing and status != "output_limit":
+            reasons.append(f"{name} was longer than {options.output_bytes} bytes")
     reason = _sentence(reasons)
     if session and not header["alive"]:
         reason = (reason or "The program ended itself.") + _STATE_LOST
-    stdout, stderr = (
-        clean(kept, cut=total > len(kept))
-        for kept, total in zip(outputs, header["totals"], strict=True)
-    )
+    stdout, stderr = texts
     return SandboxResult(
         status=status,
         stdout=stdout,
@@ -97,14 +98,21 @@ def make_result(
     )
 
 
-def clean(data: bytes, *, cut: bool = False) -> str:
+def clean(head: bytes, tail: bytes = b"", missing: int = 0) -> str:
     """Output as text that a chat template can hold: no NUL, no escapes, no invalid UTF-8.
 
     Strings that look like a chat template's tokens are left as they are: it is for the conversation to encode them as
     plain text.
     """
-    # The last character may have been cut in two: that is not the program's doing.
-    text = codecs.getincrementaldecoder("utf-8")("replace").decode(data, final=not cut)
+    if not missing:
+        return _clean((head + tail).decode("utf-8", "replace"))
+    # A character may have been cut in two on either side: that is not the program's doing.
+    before = codecs.getincrementaldecoder("utf-8")("replace").decode(head)
+    after = re.sub(rb"^[\x80-\xbf]{1,3}", b"", tail).decode("utf-8", "replace")
+    return f"{_clean(before)}\n... ({missing} bytes left out) ...\n{_clean(after)}"
+
+
+def _clean(text: str) -> str:
     text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     return _CONTROLS.sub("", text)
 

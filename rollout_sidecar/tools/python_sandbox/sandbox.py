@@ -123,7 +123,12 @@ class PythonSandbox:
             try:
                 # A caller that gives up must not take the others' pool with it.
                 await asyncio.shield(opening)
-            except SandboxUnavailableError:
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                raise SandboxUnavailableError("the Python sandbox was closed") from None
+            except Exception:
                 if self._pool is pool:
                     self._pool = self._opening = None
                     await pool.close()

@@ -46,6 +46,7 @@ class Worker:
         try:
             await worker.request(_config(options, launcher.isolated), START_TIMEOUT_S)
         except WorkerLostError as error:
+            await worker.buried()
             raise SandboxUnavailableError(
                 f"bubblewrap could not make a sandbox here: {error}.{hint()}"
                 if launcher.isolated

@@ -94,7 +94,7 @@ def _print(error: BaseException) -> None:
     """The traceback from the code's own first frame on."""
     try:
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
     except BaseException:

@@ -8,10 +8,8 @@ written here; the program holds no descriptor of the sidecar's socket.
 import json
 import os
 import select
-import shutil
 import signal
 import struct
-import tempfile
 import time
 from typing import Any
 
@@ -58,17 +56,20 @@ def supervise(channel: Channel, config: dict[str, Any], *, announce: bool) -> in
 
 
 class Output:
-    """One stream of a call: the first bytes, and a count of all."""
+    """One stream of a call: its first and last bytes, and a count of all."""
 
     def __init__(self, fd: int, limit: int):
         self.fd = fd
-        self._limit = limit
-        self._kept = bytearray()
+        self._half = limit - limit // 2
+        self._rest = limit // 2
+        self._head = bytearray()
+        self._tail = bytearray()
         self.total = 0
 
-    def take(self) -> bytes:
-        """What was kept; starts anew."""
-        kept, self._kept, self.total = bytes(self._kept), bytearray(), 0
+    def take(self) -> tuple[bytes, bytes]:
+        """Head and tail; between them is what they lack of the total. Starts anew."""
+        kept = bytes(self._head), bytes(self._tail)
+        self._head, self._tail, self.total = bytearray(), bytearray(), 0
         return kept
 
     def read(self) -> bool:
@@ -78,7 +79,10 @@ class Output:
         except BlockingIOError:
             return False
         self.total += len(chunk)
-        self._kept += chunk[: self._limit - len(self._kept)]
+        room = self._half - len(self._head)
+        self._head += chunk[:room]
+        self._tail += chunk[room:]
+        del self._tail[: max(0, len(self._tail) - self._rest)]
         return bool(chunk)
 
     def drain(self) -> None:
@@ -94,6 +98,8 @@ class Box:
     def __init__(self, config: dict[str, Any]):
         self._isolated: bool = config["isolated"]
         if not self._isolated:
+            import tempfile  # behind the walls nobody needs it, and every import makes forks dearer
+
             config = {**config, "work_folder": tempfile.mkdtemp(prefix="python-sandbox-")}
         self._config = config
         self._program = 0
@@ -137,7 +143,7 @@ class Box:
             output.drain()
         totals = [self._out.total, self._err.total]
         header = {**end, "alive": alive, "run_s": run_s, "totals": totals}
-        return header, [self._out.take(), self._err.take()]
+        return header, [*self._out.take(), *self._err.take()]
 
     def destroy(self) -> None:
         """Ends init, and with it everything else."""
@@ -153,6 +159,8 @@ class Box:
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
+                import shutil
+
                 shutil.rmtree(self._config["work_folder"], ignore_errors=True)
                 break
 
@@ -231,7 +239,7 @@ class Call:
             return None
         kind, code = program.NOTE.unpack(data)
         self._note = program.NOTES.get(kind, "")
-        return code
+        return code & 0xFF
 
     def _look(self) -> tuple[str, bool]:
         """The limit that was reached, if any, and whether there is more than one process."""

@@ -6,7 +6,7 @@ be Unix or internet ones; AF_VSOCK, which network namespaces do not confine, may
 """
 
 import ctypes
-import platform
+import os
 import struct
 
 from rollout_sidecar.tools.python_sandbox.inside import syscalls
@@ -73,7 +73,7 @@ _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
 
 def build(machine: str) -> bytes | None:
-    """The filter's program for a machine as `platform.machine` names it; None where we have none."""
+    """The filter's program for a machine as `uname -m` names it; None where we have none."""
     if machine not in _MACHINES:
         return None
     arch, clone, socket, refused = _MACHINES[machine]
@@ -122,10 +122,12 @@ def build(machine: str) -> bytes | None:
 
 def install() -> bool:
     """Puts this process and all it will start under the filter. False if there is none for this machine."""
-    program = build(platform.machine())
-    if program is None:
+    if _PROGRAM is None:
         return False
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    buffer = ctypes.create_string_buffer(_PROGRAM, len(_PROGRAM))
+    header = struct.pack("@HP", len(_PROGRAM) // 8, ctypes.addressof(buffer))
     syscalls.prctl(syscalls.PR_SET_SECCOMP, 2, header)
     return True
+
+
+_PROGRAM = build(os.uname().machine)

@@ -14,6 +14,7 @@ NICENESS = 5
 class Process(NamedTuple):
     """The fields of /proc/PID/stat that matter here."""
 
+    state: bytes
     parent: int
     cpu_s: float
     waited_cpu_s: float
@@ -62,7 +63,7 @@ class Watch:
     def kill_others(self, kept: int, attempts: int = 50) -> bool:
         """Kills all processes of the call but one. False if they multiply faster than that."""
         for _ in range(attempts):
-            others = [pid for pid in self._pids() if pid != kept]
+            others = [pid for pid in self._pids() if pid != kept and _runs(pid)]
             if not others:
                 return True
             for pid in others:
@@ -129,6 +130,12 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         pass
 
 
+def _runs(pid: int) -> bool:
+    """It is there, and not only for its parent to ask how it ended."""
+    process = _read(pid)
+    return process is not None and process.state not in (b"Z", b"X")
+
+
 def _read(pid: int) -> Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -137,6 +144,7 @@ def _read(pid: int) -> Process | None:
     except OSError:
         return None
     return Process(
+        state=fields[0],
         parent=int(fields[1]),
         cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
         waited_cpu_s=(int(fields[13]) + int(fields[14])) / _TICKS,
