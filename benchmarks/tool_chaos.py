@@ -317,7 +317,7 @@ def _request(count: int, seed: int) -> RolloutRequest:
         limits=Limits(
             max_turns=TURNS,
             tool_timeout_s=0.1,
-            trajectory_timeout_s=5.0,
+            trajectory_timeout_s=20.0,
             max_tool_result_tokens=64,
             max_invalid_turns=TURNS,
         ),

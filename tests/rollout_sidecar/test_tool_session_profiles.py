@@ -254,7 +254,8 @@ async def test_attempts_waiting_and_metrics_are_recorded(tiny_tokenizer):
     record = (await play(agent)).turns[0].calls[0]
     assert (record.status, record.attempts, record.reward) == ("ok", 2, 0.25)
     assert record.metrics == {"rows": 3.0}
-    assert record.queue_s >= 0.1 > record.latency_s
+    assert record.queue_s >= 0.1  # the pause between the attempts
+    assert record.latency_s < record.queue_s
     assert agent.metrics.value("tool_retries_total", tool="counter") == 1
 
 
@@ -272,8 +273,7 @@ async def test_a_hanging_tool_does_not_hold_its_places_for_ever(tiny_tokenizer):
     tool = HangingTool()
     tool.config = {"max_concurrency": 1, "breaker_failures": 0}
     agent = make_agent(tiny_tokenizer, [call("counter") * 3, "#### 2"], tool)
-    trajectory = await play(agent, tool_timeout_s=0.05)
+    trajectory = await play(agent, tool_timeout_s=0.2)
     assert statuses(trajectory) == [["timeout"] * 3, []]
     waits = sorted(record.queue_s for record in trajectory.turns[0].calls)
-    assert waits[0] < 0.02
-    assert 0.05 <= waits[1] < 0.1 <= waits[2] < 0.2
+    assert waits == pytest.approx([0.0, 0.2, 0.4], abs=0.15)

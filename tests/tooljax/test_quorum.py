@@ -82,14 +82,14 @@ def test_stragglers_of_a_group_with_a_quorum_are_aborted_and_the_rest_is_in_orde
             3,
             4,
             quorum=0.5,
-            straggler_timeout_s=0.2,
+            straggler_timeout_s=1.0,
             on_progress=lambda *done: seen.append(done),
         )
         took = time.monotonic() - started
         # Released by then: the sidecars are as if nothing had happened.
         assert (tool.created, tool.open) == (12, 0)
         again = roll(sidecars, 1, 1, quorum=0.5)
-    assert 0.2 <= took < 5
+    assert 1.0 <= took < 10
     done, lost = "completed", "aborted"
     assert statuses(groups) == [[done, lost, done, done], [done] * 4, [lost, done, done, lost]]
     assert [[t.task_id for t in group] for group in groups] == [[f"t{i}"] * 4 for i in range(3)]
