@@ -148,6 +148,15 @@ async def test_a_worker_that_dies_costs_one_call():
         assert (await box.run("print(1)")).stdout == "1\n"
 
 
+async def test_a_worker_that_dies_at_rest_costs_none():
+    async with open_sandbox(workers=2) as box:
+        for pid in processes_below(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert (await box.run("print(1)")).stdout == "1\n"
+
+
 KILLED = """
 import asyncio, sys
 from rollout_sidecar.tools.python_sandbox import PythonSandbox, SandboxOptions

@@ -1,5 +1,6 @@
 """The Python sandbox as a tool of a trajectory: from the YAML file to the tool message."""
 
+import asyncio
 import json
 import os
 import time
@@ -113,11 +114,13 @@ async def test_execute_kwargs_of_a_task(tiny_tokenizer):
 async def test_a_sandbox_that_breaks_is_a_failed_call():
     tool = await started({})
     try:
+        call = asyncio.create_task(tool.execute("i", {"code": "while True: pass"}))
+        await asyncio.sleep(0.2)
         for pid in processes_below(os.getpid()):
             with suppress(ProcessLookupError):  # they take each other along
                 os.kill(pid, 9)
         with pytest.raises(WorkerLostError, match="The sandbox was lost"):
-            await tool.execute("i", {"code": "1"})
+            await call
     finally:
         await tool.shutdown()
 

@@ -67,8 +67,11 @@ class Pool:
         """A worker for the caller alone. SandboxUnavailableError if there is none and none can be started."""
         if self._closed:
             raise SandboxUnavailableError("the Python sandbox was closed")
-        if self._idle and not self._waiting:
-            return self._lend(self._idle.popleft())
+        while self._idle and not self._waiting:
+            worker = self._idle.popleft()
+            if worker.alive:
+                return self._lend(worker)
+            self.discard(worker)  # something killed it while it rested
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[Worker] = loop.create_future()
         self._waiting.append(turn)

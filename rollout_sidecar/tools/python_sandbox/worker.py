@@ -58,6 +58,11 @@ class Worker:
             raise
         return worker
 
+    @property
+    def alive(self) -> bool:
+        """The process runs, as far as is known."""
+        return self._process.poll() is None
+
     async def request(
         self, message: dict[str, Any], timeout_s: float
     ) -> tuple[dict[str, Any], list[bytes]]:
@@ -86,7 +91,7 @@ class Worker:
     def kill(self) -> None:
         """Ends the process and, with its namespace, everything in it. A request under way fails. May be repeated."""
         self._killed = True
-        if self._process.poll() is None:
+        if self.alive:
             self._process.kill()
         if not self._asking:  # else the request would wait for ever on a socket that is closed
             self._close()
@@ -99,7 +104,7 @@ class Worker:
 
     async def buried(self) -> None:
         """Returns when the killed process is gone."""
-        while self._process.poll() is None:
+        while self.alive:
             await asyncio.sleep(0.002)
 
     async def _send(self, message: dict[str, Any]) -> None:
