@@ -82,7 +82,7 @@ class Limits(Wire, frozen=True, kw_only=True):
     """Calls of one turn beyond this are answered with "not executed"."""
     max_invalid_turns: Positive = 3
     """Consecutive turns in which no call could be executed, before the trajectory ends."""
-    tool_timeout_s: PositiveSeconds = 30.0
+    tool_timeout_s: PositiveSeconds = 80.0
     trajectory_timeout_s: PositiveSeconds = 600.0
 
 

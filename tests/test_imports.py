@@ -12,7 +12,10 @@ from sources import ROOT, Source, sources
 
 SHARED = frozenset(
     f"rollout_sidecar.{name}"
-    for name in ("protocol", "client", "tokenizer", "conversation", "formats", "statistics")
+    for name in (
+        *("protocol", "client", "tokenizer", "conversation", "formats", "statistics"),
+        "weight_codec",
+    )
 )
 """The modules of the sidecar that the trainer uses too."""
 
@@ -23,7 +26,9 @@ USER_FILES = frozenset(
 """The readers of users' files, which the report on them uses as a run would."""
 
 WIRE = {"aiohttp", "msgspec", "xxhash"}
-SIDECAR = WIRE | {"jinja2", "numpy", "tokenizers", "yaml"}
+SIDECAR = WIRE | {"jinja2", "numpy", "tokenizers", "yaml", "yarl", "zstandard"}
+TOOLS = {"anyio", "bm25s", "httpx2", "math_verify", "mcp", "mcp_types"}
+"""Imported where they are used, and named by the error where they are missing: the extra `tools`."""
 ARRAYS = {"jax", "jaxtyping", "ml_dtypes", "numpy"}
 TRAINER = ARRAYS | {
     *("aiohttp", "msgspec", "xxhash", "yaml", "jinja2", "tokenizers"),
@@ -51,6 +56,13 @@ RULES = [  # the first whose prefix fits
         "rollout_sidecar.engines.jax", frozenset({"rollout_sidecar", "tooljax"}), SIDECAR | ARRAYS
     ),
     Rule("rollout_sidecar.engines.sglang", frozenset({"rollout_sidecar"}), SIDECAR | {"sglang"}),
+    Rule(
+        "rollout_sidecar.engines.sglang_weights",
+        frozenset({"rollout_sidecar"}),
+        SIDECAR | {"torch"},
+    ),
+    Rule("rollout_sidecar.tools", frozenset({"rollout_sidecar"}), SIDECAR | TOOLS),
+    Rule("rollout_sidecar.rewards", frozenset({"rollout_sidecar"}), SIDECAR | TOOLS),
     Rule("rollout_sidecar", frozenset({"rollout_sidecar"}), SIDECAR),
 ]
 

@@ -19,6 +19,13 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_conversation.py::test_any_sampled_ids_survive",
         "rollout_sidecar/test_pain_points_conversation.py"
         "::test_ids_of_a_call_in_unusual_spelling_reach_the_trajectory_unchanged",
+        "rollout_sidecar/test_conversation_policies.py::test_sampled_ids_that_no_tokenizer_would_give_are_no_reason_to_fork",
+    ),
+    "3: the template strips earlier thinking": (
+        "rollout_sidecar/test_conversation_policies.py::test_qwen3_forks_where_it_drops_the_thinking",
+        "rollout_sidecar/test_conversation_policies.py::test_policies_agree_where_the_template_only_appends",
+        "rollout_sidecar/test_conversation_policies.py::test_reject_names_what_was_rewritten",
+        "tooljax/test_update.py::test_a_trajectory_of_two_streams_gives_the_loss_and_gradient_of_two_rows",
     ),
     "4: a reward on a masked last token is lost": (
         "tooljax/test_train.py::test_advantages_reach_exactly_the_sampled_tokens",
@@ -28,21 +35,34 @@ INDEX: dict[str, tuple[str, ...]] = {
     "5: rewards of tools are dropped": (
         "rollout_sidecar/test_agent.py::test_rewards_of_tools_are_weighted_terms",
         "rollout_sidecar/test_agent.py::test_rewards_of_tools_that_are_ignored_are_warned_about_once",
+        "rollout_sidecar/test_scoring.py::test_rewards_of_calls_and_of_the_whole_trajectory_add_up_by_tool",
+        "rollout_sidecar/test_scoring.py::test_what_is_ignored_is_warned_about_once",
     ),
     "6: what a tool says earns the reward": (
         "rollout_sidecar/test_rewards.py::test_tool_output_earns_no_reward",
         "rollout_sidecar/test_agent.py::test_a_tool_cannot_earn_the_reward_for_the_policy",
+        "rollout_sidecar/test_scoring.py::test_a_tool_cannot_earn_the_reward_unless_its_text_is_asked_for",
+    ),
+    "7: the policy stops calling tools": (
+        "tooljax/test_reward_weights.py"
+        "::test_weights_reach_the_reward_and_evaluations_are_scored_without_them",
+        "tooljax/test_reward_weights.py::test_shaping_falls_linearly_and_the_length_penalty_stays",
+        "tooljax/test_metrics.py::test_accuracy_with_and_without_tools",
     ),
     "10: thinking text holds a call": (
         "rollout_sidecar/test_formats.py::test_thinking_text_holds_no_calls",
         "rollout_sidecar/test_templates.py::test_thinking_that_the_prompt_opened_hides_calls",
         "rollout_sidecar/test_pain_points_conversation.py::test_a_call_in_thinking_text_is_not_run",
+        "rollout_sidecar/test_formats_round_trip.py::test_thinking_holds_no_calls",
+        "rollout_sidecar/test_formats_calls.py::test_calls_in_thinking_do_not_count_when_the_prompt_opened_it",
     ),
     "11: a call that cannot be read ends the trajectory": (
         "rollout_sidecar/test_tool_session.py::test_bad_json_is_answered_and_generation_continues",
         "rollout_sidecar/test_tool_session.py"
         "::test_consecutive_turns_without_an_executable_call_end_the_trajectory",
         "tooljax/test_metrics.py::test_tool_calls",
+        "rollout_sidecar/test_formats_errors.py::test_a_failed_attempt_is_reported_with_its_reason",
+        "rollout_sidecar/test_formats_errors.py::test_a_bad_call_does_not_hide_the_next",
     ),
     "12: parallel calls beyond a limit vanish": (
         "rollout_sidecar/test_tool_session.py::test_calls_beyond_the_limit_are_answered_too",
@@ -55,12 +75,23 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_agent.py"
         "::test_the_trajectory_deadline_keeps_what_was_sampled_and_releases_tools",
         "rollout_sidecar/test_client.py::test_a_sidecar_that_takes_too_long_is_a_timeout",
+        "rollout_sidecar/test_http.py::test_a_server_that_never_answers",
+        "rollout_sidecar/test_http.py::test_a_server_that_trickles_is_bounded_in_total",
+    ),
+    "14: an MCP server forgets between calls": (
+        "rollout_sidecar/test_stock_verl_files.py::test_mcp",
     ),
     "15: a tool forgets between calls": (
         "rollout_sidecar/test_tool_session.py"
         "::test_a_tool_keeps_its_state_for_the_trajectory_and_is_released_once",
         "rollout_sidecar/test_tool_session.py::test_cancelling_releases_tools_exactly_once",
         "rollout_sidecar/test_rollout_stream.py::test_an_abort_releases_tools_and_ends_the_stream",
+        "rollout_sidecar/test_stock_verl_files.py::test_a_users_classes_run_unmodified",
+    ),
+    "16: sandboxes time out silently and leak": (
+        "rollout_sidecar/test_sandbox_fusion.py::test_a_time_limit_is_named_and_keeps_the_output",
+        "rollout_sidecar/test_sandbox_fusion_session.py"
+        "::test_waiting_for_a_place_is_not_time_in_the_tool",
     ),
     "17: what fits exactly is dropped, or sampled tokens are cut": (
         "rollout_sidecar/test_agent.py"
@@ -96,6 +127,12 @@ INDEX: dict[str, tuple[str, ...]] = {
         "tooljax/test_source.py::test_a_position_in_other_data_is_refused",
         "tooljax/test_checkpoint.py::test_an_interrupted_save_is_not_seen",
     ),
+    "24: metrics mislead": (
+        "tooljax/test_metrics.py::test_pass_at_k_by_hand",
+        "rollout_sidecar/test_rewards.py"
+        "::test_numbers_of_a_dict_are_metrics_and_may_differ_from_row_to_row",
+        "tooljax/test_reward_weights.py::test_unscored_trajectories_are_counted_and_are_in_no_mean",
+    ),
     "25: stop ids are stripped, doubled or run through": (
         "rollout_sidecar/test_tokenizer.py::test_stop_ids_are_the_union_of_every_source",
         "rollout_sidecar/test_tokenizer.py::test_normalised_turn_ends_in_its_stop_id_exactly_once",
@@ -105,6 +142,9 @@ INDEX: dict[str, tuple[str, ...]] = {
         "::test_an_engine_that_runs_past_a_stop_id_is_an_engine_error",
         "rollout_sidecar/test_pain_points_conversation.py"
         "::test_the_stop_id_is_there_once_and_is_trained_on_though_it_is_the_padding_too",
+        "rollout_sidecar/test_templates.py::test_a_turn_that_ends_with_the_next_messages_first_token",
+        "rollout_sidecar/test_certification.py::test_a_token_that_ends_turns_and_would_not_stop_the_policy_is_told",
+        "rollout_sidecar/test_formats_harmony.py::test_stop_texts_are_the_library_s_stop_tokens",
     ),
 }
 

@@ -80,6 +80,17 @@ def evaluate(
     return evaluation
 
 
+def held_out_tasks(config: Config) -> list[Task]:
+    """The tasks of data.eval, at most evaluate.max_tasks of each file."""
+    data = config.data
+    return read_tasks(
+        data.eval,
+        max_rows=config.evaluate.max_tasks,
+        prompt_key=data.prompt_key,
+        reward_key=data.reward_key,
+    )
+
+
 def is_correct(trajectory: Trajectory) -> bool:
     """Whether the reward function called the answer right."""
     return trajectory.scored and trajectory.metrics.get("acc", trajectory.reward) >= 0.5
@@ -138,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluates model.path on data.eval, with its tools and with tools withheld."""
     config = parse_args(argv, prog="tooljax.evaluate", description=__doc__ or "")
     try:
-        tasks = read_tasks(config.data.eval, max_rows=config.evaluate.max_tasks)
+        tasks = held_out_tasks(config)
         with open_sidecars(config) as sidecars:
             rows = [
                 ("with tools", evaluate(config, sidecars, tasks)),

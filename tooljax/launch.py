@@ -146,24 +146,26 @@ class _Process:
 
 def _arguments(config: Config) -> list[str]:
     sidecar = config.sidecar
-    values = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "host": HOST,
-        "port": 0,
-        "tool_config": sidecar.tool_config,
-        "interaction_config": sidecar.interaction_config,
-        "tool_format": sidecar.tool_format,
-        "profile": sidecar.profile,
-        "context_policy": sidecar.context_policy,
-        "reward": config.reward.function,
-        "reward_kwargs": config.reward.function_kwargs or "{}",
-        "reward_text": config.reward.text,
-        "slots": sidecar.slots,
-        "max_model_tokens": sidecar.max_model_tokens,
-    }
+    values = [
+        ("model", config.model.path),
+        ("dtype", config.model.dtype),
+        ("host", HOST),
+        ("port", 0),
+        *(("tool_config", file) for file in sidecar.tool_config),
+        ("interaction_config", sidecar.interaction_config),
+        ("tool_format", sidecar.tool_format),
+        ("profile", sidecar.profile),
+        ("context_policy", sidecar.context_policy),
+        ("truncate_side", sidecar.truncate_side),
+        ("max_tool_response_length", sidecar.max_tool_response_length),
+        ("reward", config.reward.function),
+        ("reward_kwargs", config.reward.function_kwargs or "{}"),
+        ("reward_text", config.reward.text),
+        ("slots", sidecar.slots),
+        ("max_model_tokens", sidecar.max_model_tokens),
+    ]
     # One word each: a negative number as a word of its own would be taken for an option.
-    return [f"--{name}={value}" for name, value in values.items() if value != ""]
+    return [f"--{name}={value}" for name, value in values if value != ""]
 
 
 def _environment() -> dict[str, str]:

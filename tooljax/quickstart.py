@@ -19,8 +19,7 @@ from rollout_sidecar.protocol import decode, encode
 from tooljax.checkpoint import CheckpointError
 from tooljax.config import Config, parse_args
 from tooljax.data.prepare import arithmetic
-from tooljax.data.records import read_tasks
-from tooljax.evaluate import Evaluation, evaluate, table
+from tooljax.evaluate import Evaluation, evaluate, held_out_tasks, table
 from tooljax.model import tiny
 from tooljax.rollouts import InterruptedRollout, Sidecars, open_sidecars
 from tooljax.sft import cold_start
@@ -88,7 +87,7 @@ def run(
     config: Config, sidecars: Sidecars, console: Console
 ) -> list[tuple[str, Evaluation]] | None:
     """Evaluates, trains, evaluates; None if it was interrupted."""
-    tasks = read_tasks(config.data.eval, max_rows=config.evaluate.max_tasks)
+    tasks = held_out_tasks(config)
     before = _before(config, sidecars, tasks)
     console.print("[bold]4/4[/] training with GRPO through the sidecar")
     if train(config, sidecars) < config.run.steps:

@@ -19,7 +19,7 @@ from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args, to_gin
 from tooljax.data.records import read_tasks
 from tooljax.data.source import TaskSource
-from tooljax.evaluate import evaluate, limits, reward_weights, sampling
+from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
 from tooljax.grpo.advantages import group_advantages, zero_variance
 from tooljax.metrics import rollout_metrics
 from tooljax.plots import learning_curve
@@ -152,12 +152,17 @@ class Run:
             sidecars,
             policy,
             TaskSource(
-                read_tasks(config.data.train, max_rows=config.data.max_rows),
+                read_tasks(
+                    config.data.train,
+                    max_rows=config.data.max_rows,
+                    prompt_key=config.data.prompt_key,
+                    reward_key=config.data.reward_key,
+                ),
                 prompts_per_step=config.data.prompts_per_step,
                 seed=config.run.seed,
                 shuffle=config.data.shuffle,
             ),
-            read_tasks(config.data.eval, max_rows=config.evaluate.max_tasks),
+            held_out_tasks(config),
             make_updater(
                 config,
                 policy,

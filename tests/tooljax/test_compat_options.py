@@ -106,7 +106,6 @@ def test_verls_limit_of_one_call_a_turn_holds_where_verl_had_it():
         (f"{ROLLOUT}.n", 1, "grpo.group_size cannot be 1 (int)"),
         ("data.train_files", "$DATA/x.parquet", "is filled in by verl; write the value itself"),
         ("data.train_files", ["${oc.env:X}/x"], "is filled in by verl"),
-        ("data.prompt_key", "question", "'question' is not supported; 'prompt' can run"),
     ],
 )
 def test_what_cannot_run_is_named(name, value, message):

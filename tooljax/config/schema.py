@@ -66,6 +66,10 @@ class DataConfig:
     """Shuffle the training rows anew each epoch, from run.seed."""
     max_rows: CountOrZero = 0
     """Use only the first rows of each training file, 0 for all."""
+    prompt_key: str = "prompt"
+    """Column that holds the messages."""
+    reward_key: str = "data_source"
+    """Column that chooses the reward function."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,9 @@ class LimitsConfig:
     """Calls of one turn beyond this are answered with "not executed"."""
     max_invalid_turns: Count = 3
     """Consecutive turns without one executable call, before the trajectory ends."""
-    tool_timeout_s: Seconds = 30.0
-    """Deadline of one tool call."""
+    tool_timeout_s: Seconds = 80.0
+    """Deadline of one tool call. Tools have shorter ones of their own; a sandbox that compiles for 30 s and runs for
+    30 s takes 70 with its answer."""
     trajectory_timeout_s: Seconds = 600.0
     """Deadline of one trajectory."""
 
@@ -113,8 +118,8 @@ class SidecarConfig:
     """Base URLs of running sidecars. Empty: start one on this machine with the embedded engine."""
     token_file: str = ""
     """File that holds the bearer token of the sidecars. Empty: no token."""
-    tool_config: str = ""
-    """verl tool_config YAML of the local sidecar. Empty: no tools."""
+    tool_config: tuple[str, ...] = ()
+    """verl tool_config YAML files of the local sidecar, or Python files of @function_tool functions. Empty: none."""
     tool_format: str = "auto"
     """How the policy writes tool calls: auto (read from the chat template), hermes, llama3_json, ... as
     `python -m rollout_sidecar --help` lists them."""
@@ -122,6 +127,10 @@ class SidecarConfig:
     """verl interaction YAML of the local sidecar. Empty: none."""
     profile: Literal["default", "A", "B", "C"] = "default"
     """Whose semantics verl's files have: A up to 0.6, B 0.5 to 0.7, C from 0.8, or tooljax's own."""
+    truncate_side: Literal["middle", "left", "right"] = "middle"
+    """What a tool result that is too long loses; verl's tool_response_truncate_side."""
+    max_tool_response_length: CountOrZero = 0
+    """verl's limit of a tool result in characters, 0 for none. limits.max_tool_result_tokens counts tokens."""
     context_policy: Literal["keep", "fork", "reject"] = "keep"
     """Where the chat template would rewrite earlier turns: keep them as they were sampled, go on in a new token stream,
     or reject the trajectory."""
