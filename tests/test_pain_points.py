@@ -89,6 +89,11 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_stock_verl_files.py::test_a_users_classes_run_unmodified",
     ),
     "16: sandboxes time out silently and leak": (
+        "rollout_sidecar/test_python_sandbox_tool.py::test_the_policy_is_told_which_limit_it_hit",
+        "rollout_sidecar/test_python_sandbox_pool.py"
+        "::test_no_sandbox_is_left_of_64_that_were_given_up",
+        "rollout_sidecar/test_python_sandbox_pool.py"
+        "::test_a_sidecar_that_is_killed_takes_its_sandboxes_with_it",
         "rollout_sidecar/test_sandbox_fusion.py::test_a_time_limit_is_named_and_keeps_the_output",
         "rollout_sidecar/test_sandbox_fusion_session.py"
         "::test_waiting_for_a_place_is_not_time_in_the_tool",

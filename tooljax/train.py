@@ -16,7 +16,7 @@ from rollout_sidecar.protocol import Task, Trajectory
 from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.batch import TrainBatch, pack, trajectory_items
 from tooljax.checkpoint import Checkpointer, CheckpointError
-from tooljax.config import Config, parse_args, to_gin
+from tooljax.config import Config, parse_args
 from tooljax.data.records import read_tasks
 from tooljax.data.source import TaskSource
 from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
@@ -26,6 +26,7 @@ from tooljax.plots import learning_curve
 from tooljax.policy import Policy, abstract_state, make_updater
 from tooljax.progress import Progress
 from tooljax.rollouts import Groups, InterruptedRollout, Sidecars, open_sidecars
+from tooljax.run_dir import make_run_dir, write_config
 from tooljax.trackers import Trackers, write_trajectories
 from tooljax.update import Metrics, TrainState, Updater
 
@@ -140,8 +141,7 @@ class Run:
     @classmethod
     def open(cls, config: Config, sidecars: Sidecars) -> "Run":
         """Reads policy and data, and writes the resolved config into the run's folder."""
-        run_dir = Path(config.run.dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir = make_run_dir(config)
         policy = Policy.load(config.model.path, config.model.dtype)
         sidecars.check_fit(
             vocab_hash=ChatTokenizer.from_folder(config.model.path).vocab_hash,
@@ -171,7 +171,9 @@ class Run:
             ),
             Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep),
         )
-        (run_dir / "config.gin").write_text(to_gin(config))
+        changes = write_config(config)
+        if changes and run.checkpointer.latest_step() is not None:
+            print("going on with changed settings:", *changes, sep="\n  ", file=sys.stderr)
         return run
 
     def restore(self) -> tuple[TrainState, int]:
@@ -256,6 +258,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line. 0: all steps made; 1: an error, told in a sentence; 130: interrupted and saved."""
     config = parse_args(argv, prog="tooljax.train", description=__doc__ or "")
     try:
+        make_run_dir(config)
+        # A glance, so that a misspelt path is told before a sidecar has loaded its model.
+        read_tasks(
+            (*config.data.train, *config.data.eval), max_rows=1, prompt_key=config.data.prompt_key
+        )
         with open_sidecars(config) as sidecars:
             step = train(config, sidecars)
     except (ValueError, SidecarError, CheckpointError, OSError) as error:
