@@ -18,6 +18,10 @@ _log = logging.getLogger(__name__)
 _left_behind: set[asyncio.Task] = set()
 
 
+class EndingError(ValueError):
+    """Foreign code tried to end the process. A ValueError, since it is mostly what a policy told it to do: `exit()`."""
+
+
 async def bounded(call: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """Awaits foreign code, at most timeout_s: raises DeadlineError then, even if it ignores being cancelled."""
     task = begin(call)
@@ -88,7 +92,7 @@ async def _contained(call: Coroutine[Any, Any, T]) -> T:
     except (Exception, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise RuntimeError(f"it raised {error!r}") from error
+        raise EndingError(f"it raised {error!r}") from error
 
 
 def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:

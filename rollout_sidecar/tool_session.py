@@ -24,7 +24,7 @@ from rollout_sidecar.profiles import PROFILES, Profile
 from rollout_sidecar.protocol import CallStatus, Message, ToolCallRecord
 from rollout_sidecar.tools.arguments import check_arguments
 from rollout_sidecar.tools.base import BaseTool, ToolFailure
-from rollout_sidecar.tools.gate import Passage, ToolGate, UnavailableError
+from rollout_sidecar.tools.gate import Passage, RaisedError, ToolGate, UnavailableError
 
 MAX_ARGUMENT_DEPTH = 64
 
@@ -211,7 +211,7 @@ class ToolSession:
         kwargs: dict[str, Any],
         timeout_s: float,
     ) -> Answer:
-        with boundary(ToolError):
+        with boundary(RaisedError):
             call = invoke(self._tools[name].execute, instance_id, arguments, **kwargs)
             answer = await bounded(call, timeout_s)
             parts = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)

@@ -38,10 +38,16 @@ _log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.1
 """Before the first retry; doubled for each further one."""
 VERL_GRACE_S = 10.0
-"""verl's timeout keys are what a tool allows its service; its own answer to that should not be cut off."""
+"""verl's timeout keys are what a tool allows its service; its own answer to that should not be cut off. A sandbox's
+default_timeout holds for compiling and for running."""
 
 COMPLAINTS = (ArithmeticError, AssertionError, LookupError, SyntaxError, TypeError, ValueError)
 """What tools raise about the arguments of a call."""
+
+
+class RaisedError(ToolError):
+    """A tool raised something of its own, which is the cause. A ToolError that it raises itself stays what it is:
+    it says something about the tool."""
 
 
 class UnavailableError(ToolError):
@@ -87,7 +93,8 @@ class GateOptions:
             )
         timeout_s = _optional(given, "timeout_s")
         if timeout_s is None:
-            verls = _lenient(name, given, "default_timeout") or _lenient(name, given, "timeout")
+            compile_and_run_s = 2 * (_lenient(name, given, "default_timeout") or 0)
+            verls = compile_and_run_s or _lenient(name, given, "timeout")
             timeout_s = None if verls is None else verls + VERL_GRACE_S
         limited = given.get("enable_global_rate_limit", True)
         places = _optional(given, "max_concurrency", whole=True)
@@ -306,7 +313,7 @@ def is_infrastructure(error: RolloutError) -> bool:
 
 def _origin(error: RolloutError) -> BaseException:
     """What foreign code raised, before it crossed the boundary."""
-    return error if error.__cause__ is None or isinstance(error, ToolFailure) else error.__cause__
+    return (error.__cause__ or error) if isinstance(error, RaisedError) else error
 
 
 def _optional(config: Mapping[str, Any], key: str, *, whole: bool = False) -> float | None:

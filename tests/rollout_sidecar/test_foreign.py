@@ -9,7 +9,14 @@ import pytest
 from sidecar_cases import CounterTool, call, make_agent, play, statuses, tool_messages
 
 from rollout_sidecar.errors import DeadlineError, ToolError, describe
-from rollout_sidecar.foreign import begin, bounded, invoke, takes_keyword, takes_positional
+from rollout_sidecar.foreign import (
+    EndingError,
+    begin,
+    bounded,
+    invoke,
+    takes_keyword,
+    takes_positional,
+)
 
 
 async def test_a_deadline_holds_and_the_call_is_cancelled():
@@ -49,7 +56,7 @@ async def test_what_would_end_the_process_is_a_failure_of_the_call(error, plain)
     async def end_later():
         raise error
 
-    with pytest.raises(RuntimeError, match="it raised "):
+    with pytest.raises(EndingError, match="it raised "):
         await bounded(invoke(end if plain else end_later), 5.0)
 
 

@@ -12,6 +12,7 @@ from rollout_sidecar.tools.base import ToolFailure
 from rollout_sidecar.tools.gate import (
     GateOptions,
     Passage,
+    RaisedError,
     RateLimit,
     ToolGate,
     UnavailableError,
@@ -42,7 +43,7 @@ class Service:
             await asyncio.sleep(min(self.takes_s, timeout_s))
             if self.takes_s > timeout_s:
                 raise DeadlineError("late")
-            with boundary(ToolError):
+            with boundary(RaisedError):
                 if failure is not None:
                     raise failure
             return "done"
@@ -166,7 +167,7 @@ def test_the_breaker_opens_after_failures_in_a_row_tries_one_call_and_closes():
     results = play(options, service, arrivals)
     texts = [text for text, *_ in results]
     # Fails at 3, 5 and 7: open until 17. The trial at 17.5 fails at 18.5, the one at 28.6 succeeds at 29.6.
-    failed = "ToolError: down"
+    failed = "RaisedError: down"
     assert texts == [
         *("done", failed, failed, failed, OPEN, OPEN),
         *(failed, OPEN, OPEN, "done", "done", "done"),
@@ -179,7 +180,7 @@ def test_only_one_call_is_the_trial():
     service = Service(takes_s=1.0, failures=[OSError("down")])
     options = GateOptions(breaker_failures=1, breaker_cooldown_s=5.0)
     texts = [text for text, *_ in play(options, service, [0.0, 6.5, 6.5, 7.0, 8.0])]
-    assert texts == ["ToolError: down", "done", OPEN, OPEN, "done"]
+    assert texts == ["RaisedError: down", "done", OPEN, OPEN, "done"]
 
 
 def test_failures_that_do_not_follow_each_other_open_nothing():
@@ -226,7 +227,7 @@ def test_a_trial_that_is_cancelled_leaves_the_place_to_another():
 def test_only_tools_declared_idempotent_are_tried_again():
     service = Service(takes_s=1.0, failures=[OSError("down")])
     (once,) = play(GateOptions(), service, [0.0])
-    assert once == ("ToolError: down", 0, 1, 1)
+    assert once == ("RaisedError: down", 0, 1, 1)
 
     service = Service(takes_s=1.0, failures=[OSError("down"), OSError("down")])
     (thrice,) = play(GateOptions(idempotent=True, retries=2), service, [0.0])
@@ -266,6 +267,7 @@ def test_a_service_says_how_long_to_wait():
         (HttpFailure("refused", "refused"), True),
         (UnavailableError("busy"), True),
         (ToolFailure("no such table"), False),
+        (ToolError("the server is gone"), True),
     ],
 )
 def test_what_says_something_about_the_tool(error: RolloutError, expected: bool):
@@ -284,8 +286,9 @@ def test_verl_s_keys_are_understood():
         "type": "native",
     }
     options = GateOptions.of(stock)
-    # Its own answer to a timeout of 30 s comes a little later.
-    assert (options.max_concurrency, options.rate_limit, options.timeout_s) == (10, 12, 40)
+    # 30 s to compile, 30 to run, and a little for its own answer to a timeout.
+    assert (options.max_concurrency, options.rate_limit, options.timeout_s) == (10, 12, 70)
+    assert GateOptions.of({"timeout": 30}).timeout_s == 40
     assert GateOptions.of({**stock, "enable_global_rate_limit": False}).rate_limit is None
     ours = GateOptions.of({**stock, "max_concurrency": 3, "timeout_s": 5, "rate_limit": None})
     assert (ours.max_concurrency, ours.rate_limit, ours.timeout_s) == (3, None, 5)
