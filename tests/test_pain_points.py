@@ -26,6 +26,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_conversation_policies.py::test_policies_agree_where_the_template_only_appends",
         "rollout_sidecar/test_conversation_policies.py::test_reject_names_what_was_rewritten",
         "tooljax/test_update.py::test_a_trajectory_of_two_streams_gives_the_loss_and_gradient_of_two_rows",
+        "rollout_sidecar/test_agent_streams.py::test_fork_begins_a_stream_with_what_the_template_shows_then",
     ),
     "4: a reward on a masked last token is lost": (
         "tooljax/test_train.py::test_advantages_reach_exactly_the_sampled_tokens",
@@ -37,6 +38,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_agent.py::test_rewards_of_tools_that_are_ignored_are_warned_about_once",
         "rollout_sidecar/test_scoring.py::test_rewards_of_calls_and_of_the_whole_trajectory_add_up_by_tool",
         "rollout_sidecar/test_scoring.py::test_what_is_ignored_is_warned_about_once",
+        "rollout_sidecar/test_interactions.py::test_turn_scores_are_merged_into_the_reward",
     ),
     "6: what a tool says earns the reward": (
         "rollout_sidecar/test_rewards.py::test_tool_output_earns_no_reward",
@@ -48,6 +50,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "::test_weights_reach_the_reward_and_evaluations_are_scored_without_them",
         "tooljax/test_reward_weights.py::test_shaping_falls_linearly_and_the_length_penalty_stays",
         "tooljax/test_metrics.py::test_accuracy_with_and_without_tools",
+        "rollout_sidecar/test_metrics_sidecar.py::test_the_gauges_of_the_sidecar_are_the_trainer_s_metrics",
     ),
     "10: thinking text holds a call": (
         "rollout_sidecar/test_formats.py::test_thinking_text_holds_no_calls",
@@ -77,6 +80,9 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_client.py::test_a_sidecar_that_takes_too_long_is_a_timeout",
         "rollout_sidecar/test_http.py::test_a_server_that_never_answers",
         "rollout_sidecar/test_http.py::test_a_server_that_trickles_is_bounded_in_total",
+        "rollout_sidecar/test_interactions.py::test_an_interaction_that_hangs_costs_its_deadline",
+        "rollout_sidecar/test_chaos.py::test_no_fault_of_a_tool_crashes_stalls_or_leaks",
+        "tooljax/test_quorum.py::test_stragglers_of_a_group_with_a_quorum_are_aborted_and_the_rest_is_in_order",
     ),
     "14: an MCP server forgets between calls": (
         "rollout_sidecar/test_stock_verl_files.py::test_mcp",
@@ -87,6 +93,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_tool_session.py::test_cancelling_releases_tools_exactly_once",
         "rollout_sidecar/test_rollout_stream.py::test_an_abort_releases_tools_and_ends_the_stream",
         "rollout_sidecar/test_stock_verl_files.py::test_a_users_classes_run_unmodified",
+        "rollout_sidecar/test_tool_session_profiles.py::test_cancelling_releases_per_call_instances_exactly_once",
     ),
     "16: sandboxes time out silently and leak": (
         "rollout_sidecar/test_python_sandbox_tool.py::test_the_policy_is_told_which_limit_it_hit",
@@ -105,6 +112,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_agent.py"
         "::test_an_observation_whose_frame_does_not_fit_is_left_out_and_sampled_tokens_stay",
         "rollout_sidecar/test_agent.py::test_results_are_cut_in_tokens_not_in_characters",
+        "rollout_sidecar/test_truncation.py::test_what_left_keeps_depends_on_the_release_of_verl",
     ),
     "18: the denominator of the loss depends on how the batch is cut": (
         "tooljax/test_update.py::test_cutting_a_batch_into_microbatches_does_not_change_the_gradient",
