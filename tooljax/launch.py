@@ -170,7 +170,7 @@ def _arguments(config: Config) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """This process's, and the folder that the package was imported from: it need not be installed."""
-    root = str(Path(protocol.__file__).resolve().parents[1])
+    root = str(Path(protocol.__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -1,0 +1,150 @@
+"""Rollout requests, and the frames that answer them."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from rollout_sidecar.protocol.base import Message, NonNegative, Positive, PositiveSeconds, Wire
+from rollout_sidecar.protocol.trajectories import PartialTrajectory, Trajectory
+
+
+class SamplingParams(Wire, frozen=True, kw_only=True):
+    """How tokens are drawn. Rollout log-probs are under the distribution after temperature, top-k and top-p."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    """0 is greedy; its log-probs are those of the untempered distribution."""
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    """0 keeps every token."""
+
+
+class Limits(Wire, frozen=True, kw_only=True):
+    """Every bound of one trajectory. Tokens are counted after tokenisation, seconds on the sidecar's clock."""
+
+    max_turns: Positive = 8
+    max_tokens_per_turn: Positive = 512
+    max_trajectory_tokens: Positive = 4096
+    """Prompt, completion and observation tokens together."""
+    max_prompt_tokens: Positive = 2048
+    max_tool_result_tokens: Positive = 1024
+    max_parallel_calls: Positive = 8
+    """Calls of one turn beyond this are answered with "not executed"."""
+    max_invalid_turns: Positive = 3
+    """Consecutive turns in which no call could be executed, before the trajectory ends."""
+    tool_timeout_s: PositiveSeconds = 80.0
+    trajectory_timeout_s: PositiveSeconds = 600.0
+
+
+class Task(Wire, frozen=True, kw_only=True):
+    """One problem to solve, as read from a verl record."""
+
+    task_id: str
+    messages: list[Message]
+    data_source: str = ""
+    """Selects the reward function, as in verl."""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
+    tools: list[str] | None = None
+    """Names of the tools offered; None offers all that the sidecar has, [] withholds them."""
+    tools_kwargs: dict[str, dict[str, Any]] = {}
+    """Per tool: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs."""
+    interaction: str = ""
+    """Name of the interaction that answers when the policy calls no tool; "" for none."""
+    interaction_kwargs: dict[str, Any] = {}
+    """What its start_interaction is given."""
+
+
+class RewardWeights(Wire, frozen=True, kw_only=True):
+    """How a trajectory's reward is put together: outcome + the weighted terms. Sent with each request, so that the
+    trainer can anneal shaping, and evaluations are scored without it."""
+
+    tool: float = 0.0
+    """Of the rewards that tools return."""
+    turn: float = 0.0
+    """Of the scores that an interaction gives to turns, after `turn_merge`."""
+    turn_merge: Literal["sum", "mean", "last", "max"] = "sum"
+    """How the scores of a trajectory's turns become one."""
+    valid_call: float = 0.0
+    """Added once to a trajectory that made a successful tool call."""
+    invalid_call: float = 0.0
+    """Times the share of calls that could not be executed (usually negative)."""
+    overlong: float = 0.0
+    """DAPO's soft over-long penalty (arXiv:2503.14476, eq. 13): at most this much is taken off."""
+    overlong_buffer_tokens: NonNegative = 0
+    """Length, before the trajectory limit, over which that penalty grows from 0."""
+
+
+class RolloutSpec(Wire, frozen=True, kw_only=True):
+    """One trajectory to make: which task, which of its samples, from which seed."""
+
+    task_index: NonNegative
+    sample_index: NonNegative
+    seed: NonNegative
+    """Below 2**63. The seed of turn t derives from (seed, t)."""
+    resume: PartialTrajectory | None = None
+    """Where another sidecar left off: the trajectory goes on from there."""
+
+
+class RolloutRequest(Wire, frozen=True, kw_only=True):
+    """Body of POST /v1/rollouts. Sent again with the same request_id, it returns the same stream."""
+
+    request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    tasks: list[Task]
+    rollouts: list[RolloutSpec]
+    sampling: SamplingParams = SamplingParams()
+    limits: Limits = Limits()
+    reward_weights: RewardWeights | None = None
+    """None: the outcome alone. Weights of 0 give the same reward, and warn of rewards that are ignored."""
+    min_policy_version: NonNegative = 0
+    """The sidecar refuses (409) while it serves an older version than this."""
+    progress: bool = False
+    """Send a ProgressFrame after every turn from which the trajectory could be resumed elsewhere."""
+
+
+class TrajectoryFrame(Wire, frozen=True, kw_only=True, tag="trajectory"):
+    """Frame `index` of a rollout stream."""
+
+    index: int
+    trajectory: Trajectory
+
+
+class ProgressFrame(Wire, frozen=True, kw_only=True, tag="progress"):
+    """A turn has ended, and its trajectory goes on. These frames have no number: after a lost connection those of
+    trajectories still under way are sent again."""
+
+    task_index: int
+    sample_index: int
+    known_turns: NonNegative = 0
+    """The lists in `partial` hold only what came after this many turns; 0: everything."""
+    partial: PartialTrajectory
+
+    def extend(self, known: PartialTrajectory | None) -> PartialTrajectory | None:
+        """The trajectory with what this frame says, from what was known before of the same run of it."""
+        new = self.partial
+        if known is not None and self.known_turns + len(new.turns) <= len(known.turns):
+            return known  # sent again
+        if not self.known_turns:
+            return new
+        if known is None or len(known.turns) != self.known_turns:
+            return known
+        return msgspec.structs.replace(
+            new,
+            turns=known.turns + new.turns,
+            token_ids=known.token_ids + new.token_ids,
+            loss_mask=known.loss_mask + new.loss_mask,
+            rollout_log_probs=known.rollout_log_probs + new.rollout_log_probs,
+            version_spans=known.version_spans + new.version_spans,
+            earlier_streams=known.earlier_streams,
+            messages=known.messages + new.messages,
+        )
+
+
+class EndFrame(Wire, frozen=True, kw_only=True, tag="end"):
+    """Last frame of a stream: how many trajectory frames it held, and whether the request was aborted."""
+
+    index: int
+    trajectories: int
+    aborted: bool = False
+
+
+Frame = TrajectoryFrame | ProgressFrame | EndFrame
