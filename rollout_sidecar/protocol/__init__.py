@@ -48,6 +48,7 @@ from rollout_sidecar.protocol.trajectories import (
 )
 from rollout_sidecar.protocol.weights import (
     TensorEntry,
+    WeightsCommit,
     WeightsCommitted,
     WeightsManifest,
     WeightsStatus,
@@ -86,6 +87,7 @@ __all__ = [
     "TrajectoryFrame",
     "Turn",
     "VersionSpan",
+    "WeightsCommit",
     "WeightsCommitted",
     "WeightsManifest",
     "WeightsStatus",

@@ -14,14 +14,19 @@ class TensorEntry(Wire, frozen=True, kw_only=True):
     offset: NonNegative
     nbytes: NonNegative
     hash: str
-    """xxh3-128 of the whole tensor's bytes, hexadecimal, however it is coded."""
+    """xxh3-128 of the whole tensor's bytes, hexadecimal, however it is coded. "" where the commit brings it."""
     encoding: Literal["raw", "delta", "same"] = "raw"
     """Its bytes; what changed since the base version (rollout_sidecar.weight_codec); or nothing, it did not change."""
 
 
 class WeightsManifest(Wire, frozen=True, kw_only=True):
-    """Body of POST /v1/weights/{version}. The payload is one byte stream cut into parts of part_bytes."""
+    """Body of POST /v1/weights/{version}. The payload is one byte stream cut into parts of part_bytes.
 
+    A push of whole tensors may leave out every hash, so that sending begins before the last tensor is hashed.
+    """
+
+    push_id: str = ""
+    """Chosen by the sender. Parts and commits of a push that another one has replaced are known, and refused, by it."""
     base_version: int | None = None
     """The version that encodings refer to; None when every tensor is sent whole."""
     base_hash: str = ""
@@ -39,6 +44,16 @@ class WeightsStatus(Wire, frozen=True, kw_only=True):
 
     version: int
     missing_parts: list[int]
+
+
+class WeightsCommit(Wire, frozen=True, kw_only=True):
+    """Body of POST /v1/weights/{version}/commit. No body is the same as an empty one."""
+
+    push_id: str = ""
+    content_hash: str = ""
+    """What will be served. "" says nothing of it."""
+    hashes: list[str] = []
+    """Of the tensors, in the manifest's order, where the manifest left them out."""
 
 
 class WeightsCommitted(Wire, frozen=True, kw_only=True):
