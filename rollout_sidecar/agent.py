@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from rollout_sidecar.conversation import Conversation
 from rollout_sidecar.engines.base import Engine
 from rollout_sidecar.formats.base import ToolFormat
 from rollout_sidecar.interactions.base import BaseInteraction
 from rollout_sidecar.leases import Leases
 from rollout_sidecar.metrics import Metrics
 from rollout_sidecar.profiles import PROFILES, Profile
-from rollout_sidecar.protocol import RolloutRequest, RolloutSpec, Task, Trajectory
+from rollout_sidecar.protocol import Message, RolloutRequest, RolloutSpec, Task, Trajectory
+from rollout_sidecar.resume import SendProgress
 from rollout_sidecar.rollout import Rollout
 from rollout_sidecar.scoring import Scorer
 from rollout_sidecar.statistics import RecentTrajectories, count
@@ -56,6 +58,18 @@ class Agent:
         self.metrics.gauge("reaped_instances", "Released by the reaper.", lambda: leases.reaped)
         self.metrics.gauge("leaked_instances", "Never released.", lambda: leases.leaked)
 
+    def converse(
+        self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]
+    ) -> Conversation:
+        """A conversation that begins with these messages, and whose policy may call the tools of these schemas."""
+        return Conversation(
+            self.tokenizer,
+            self.tool_format,
+            messages,
+            schemas or None,
+            context_policy=self.context_policy,
+        )
+
     def note(self, trajectory: Trajectory) -> None:
         """Takes a trajectory into the statistics."""
         count(trajectory, self.metrics)
@@ -63,14 +77,20 @@ class Agent:
 
 
 async def run_rollout(
-    agent: Agent, task: Task, spec: RolloutSpec, request: RolloutRequest, ordinal: int = 0
+    agent: Agent,
+    task: Task,
+    spec: RolloutSpec,
+    request: RolloutRequest,
+    ordinal: int = 0,
+    on_progress: SendProgress | None = None,
 ) -> Trajectory:
     """Plays one trajectory to its end. Never raises, except CancelledError; then tools are released all the same.
 
     Args:
         ordinal: position of the trajectory in its request.
+        on_progress: called after every turn from which it could be resumed elsewhere.
     """
-    rollout = Rollout(agent, task, spec, request, ordinal)
+    rollout = Rollout(agent, task, spec, request, ordinal, on_progress)
     try:
         try:
             await rollout.play()

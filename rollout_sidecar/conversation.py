@@ -78,6 +78,8 @@ class Conversation:
 
         self.messages: list[Message] = safe(list(messages))
         """The conversation as text."""
+        self.prompt_messages = len(messages)
+        """How many of them are the prompt."""
         self._history: list[Message] = normalise(messages)
         escaper = Escaper(tokenizer, tool_format)
         text = self._template.prompt(
@@ -209,6 +211,12 @@ class Conversation:
         """Tokens in the context once `ids` of `render_observation` are appended."""
         rewrites = isinstance(ids, Observation) and ids.rewrites
         return len(ids) if rewrites else len(self.token_ids) + len(ids)
+
+    def record(self) -> dict[str, Any]:
+        """What a trajectory says of its conversation, by the names of its fields."""
+        names = ("token_ids", "prompt_tokens", "loss_mask", "rollout_log_probs", "version_spans")
+        names = (*names, "earlier_streams", "escaped_special_tokens", "messages")
+        return {name: getattr(self, name) for name in names}
 
     # --- texts for rewards ---
 

@@ -18,6 +18,7 @@ COUNTERS = {
     "tool_failures_total": "Failures of create, calc_reward and release, by tool and method.",
     "interaction_failures_total": "Failures of an interaction's methods, by interaction and method.",
     "reward_errors_total": "Reward functions that raised or returned no number.",
+    "resumes_refused_total": "Trajectories begun elsewhere that had to start from their prompt again.",
     "weight_commits_total": "Commits of new weights, by result.",
     "http_requests_total": "HTTP requests, by method, route and status.",
 }

@@ -15,7 +15,8 @@ interaction, and interactions are always finalized.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +37,7 @@ from rollout_sidecar.errors import (
 from rollout_sidecar.formats.base import ParsedCall
 from rollout_sidecar.interactions.session import InteractionSession
 from rollout_sidecar.protocol import (
+    Message,
     RolloutRequest,
     RolloutSpec,
     Status,
@@ -44,6 +46,7 @@ from rollout_sidecar.protocol import (
     Turn,
     derive_seed,
 )
+from rollout_sidecar.resume import Progress, SendProgress, restored
 from rollout_sidecar.scoring import Scored
 from rollout_sidecar.tool_round import INVALID, ToolRound, observe, tool_messages, with_results
 from rollout_sidecar.tool_session import ToolSession
@@ -59,7 +62,13 @@ class Rollout:
     """One trajectory in the making: `play`, `score`, `close`, then `trajectory`."""
 
     def __init__(
-        self, agent: "Agent", task: Task, spec: RolloutSpec, request: RolloutRequest, ordinal: int
+        self,
+        agent: "Agent",
+        task: Task,
+        spec: RolloutSpec,
+        request: RolloutRequest,
+        ordinal: int,
+        on_progress: SendProgress | None = None,
     ):
         self.trajectory_id = f"{request.request_id}:{ordinal}"
         self.status: Status = "completed"
@@ -79,6 +88,7 @@ class Rollout:
         self._scored = Scored()
         self._tool_s = 0.0
         self._started = time.monotonic()
+        self._progress = Progress.of(agent, task, spec, on_progress)
 
     # --- the loop ---
 
@@ -131,15 +141,20 @@ class Rollout:
             await self._interaction.start()
         messages = [*task.messages, *({"role": "tool", "content": text} for text in greetings)]
         schemas = [tool.tool_schema for tool in tools.values()]
+        begin = partial(agent.converse, schemas=schemas)
         with boundary(EngineError, "the prompt could not be rendered"):
-            self._conversation = Conversation(
-                agent.tokenizer,
-                agent.tool_format,
-                messages,
-                schemas or None,
-                context_policy=agent.context_policy,
-            )
+            self._conversation = self._resumed(begin) or begin(messages)
         return session, self._conversation
+
+    def _resumed(self, begin: Callable[[Sequence[Message]], Conversation]) -> Conversation | None:
+        """The conversation that another sidecar began; None if there is none, or if it cannot go on here."""
+        before = self._spec.resume
+        conversation = before and restored(begin, before, self._agent.metrics, self.trajectory_id)
+        if not before or not conversation:
+            return None
+        self._turns, self._invalid_turns = list(before.turns), before.invalid_turns
+        self._tool_s, self._started = before.tool_s, self._started - before.total_s
+        return conversation
 
     def _offered_tools(self) -> Mapping[str, BaseTool]:
         tools, task = self._agent.tools, self._task
@@ -157,6 +172,8 @@ class Rollout:
 
     def _reject_prompt(self, conversation: Conversation) -> Status | None:
         tokens, limit = conversation.prompt_tokens, self._limits.max_prompt_tokens
+        if self._turns:  # it was let in elsewhere
+            return None
         if tokens > limit:
             problem = f"exceed max_prompt_tokens={limit}"
         elif self._room(conversation) <= 0:
@@ -174,7 +191,7 @@ class Rollout:
         return self._max_context_tokens - len(conversation.token_ids)
 
     async def _play_turns(self, session: ToolSession, conversation: Conversation) -> Status:
-        for turn in range(self._limits.max_turns):
+        for turn in range(len(self._turns), self._limits.max_turns):
             room = self._room(conversation)
             if room <= 0:
                 return "max_tokens"
@@ -191,6 +208,11 @@ class Rollout:
                 status = await self._ask(conversation, last=last)
             if status is not None:
                 return status
+            if self._progress:
+                total_s = time.monotonic() - self._started
+                self._progress.tell(
+                    conversation, self._turns, self._invalid_turns, total_s, self._tool_s
+                )
         raise AssertionError("the last turn always returns")
 
     async def _generate(
@@ -215,7 +237,7 @@ class Rollout:
             return result, ""
         start = len(conversation.token_ids)
         text = conversation.append_completion(
-            result.token_ids, result.log_probs, result.policy_version
+            result.token_ids, result.log_probs, result.policy_version, result.version_spans
         )
         self._turns.append(
             Turn(
@@ -371,15 +393,5 @@ class Rollout:
             messages=self._task.messages,
         )
         if conversation is not None:
-            trajectory = msgspec.structs.replace(
-                trajectory,
-                token_ids=conversation.token_ids,
-                prompt_tokens=conversation.prompt_tokens,
-                loss_mask=conversation.loss_mask,
-                rollout_log_probs=conversation.rollout_log_probs,
-                version_spans=conversation.version_spans,
-                earlier_streams=list(conversation.earlier_streams),
-                escaped_special_tokens=conversation.escaped_special_tokens,
-                messages=conversation.messages,
-            )
+            trajectory = msgspec.structs.replace(trajectory, **conversation.record())
         return trajectory

@@ -11,6 +11,9 @@ def check_result(request: GenerateRequest, result: GenerateResult, vocab_size: i
     ids, log_probs = result.token_ids, result.log_probs
     if len(ids) != len(log_probs):
         raise EngineError(f"the engine returned {len(ids)} ids with {len(log_probs)} log-probs")
+    covered = [i for span in result.version_spans for i in range(span.start, span.end)]
+    if covered and covered != list(range(len(ids))):
+        raise EngineError(f"the engine's versions are not those of its {len(ids)} tokens, in order")
     if not ids and result.finish != "aborted":
         raise EngineError("the engine returned no token")
     if len(ids) > request.max_tokens:

@@ -52,6 +52,10 @@ class BaseTool:
     idempotent: bool = False
     """A call may safely be made again after it failed: only such tools are retried."""
 
+    stateless: bool = False
+    """Its answers depend on a call's arguments alone, and calc_reward on nothing: a trajectory that has used it can go
+    on in another sidecar. The entry's config may say so too (`stateless: true`)."""
+
     def __init__(self, config: dict[str, Any], tool_schema: Mapping[str, Any] | None):
         """Made once, when the sidecar starts.
 

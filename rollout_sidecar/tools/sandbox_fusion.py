@@ -59,7 +59,9 @@ SCHEMA: dict[str, Any] = {
 
 
 class SandboxFusionTool(BaseTool):
-    """Stateless: each call runs in a folder of its own on the server."""
+    """Each call runs in a folder of its own on the server."""
+
+    stateless = True
 
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
         """ValueError for an address or a limit that is none."""

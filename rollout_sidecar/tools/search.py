@@ -74,6 +74,7 @@ class SearchToolBase(BaseTool):
     """A tool that looks up queries. Subclasses implement `find`."""
 
     idempotent = True
+    stateless = True
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         """The schema of the file's entry, else the built-in one."""
