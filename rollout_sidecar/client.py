@@ -18,10 +18,12 @@ from rollout_sidecar.protocol import (
     MSGPACK,
     PROTOCOL_VERSION,
     EndFrame,
+    EngineMemory,
     ErrorBody,
     Frame,
     Info,
     RolloutRequest,
+    ServedWeights,
     Trajectory,
     WeightsCommitted,
     WeightsManifest,
@@ -182,6 +184,18 @@ class SidecarClient:
                 f" content {done.content_hash}, not {content_hash(manifest.tensors)}"
             )
         return done
+
+    async def served_weights(self) -> ServedWeights:
+        """Hashes of the tensors that are being served, and which of them the engine holds otherwise. Takes a while."""
+        return await self._typed(ServedWeights, "GET", "/v1/weights", self._deadline())
+
+    async def release_engine(self) -> EngineMemory:
+        """Frees the engine's device memory: what runs waits. SidecarError, with what to do, if it cannot."""
+        return await self._typed(EngineMemory, "POST", "/v1/engine/release", self._deadline())
+
+    async def resume_engine(self) -> EngineMemory:
+        """Takes the memory again; nothing is generated before weights are pushed. No-op if nothing was released."""
+        return await self._typed(EngineMemory, "POST", "/v1/engine/resume", self._deadline())
 
     async def _put_part(
         self,

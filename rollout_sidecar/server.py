@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import hdrs, web
 
+from rollout_sidecar.engine_memory import release_memory, resume_memory, served_weights
 from rollout_sidecar.errors import RequestError, describe
 from rollout_sidecar.protocol import (
     JSON,
@@ -57,6 +58,9 @@ def create_app(sidecar: Sidecar) -> web.Application:
             web.post("/v1/rollouts", _post_rollouts),
             web.get("/v1/rollouts/{request_id}", _get_rollouts),
             web.delete("/v1/rollouts/{request_id}", _delete_rollouts),
+            web.get("/v1/weights", _served_weights),
+            web.post("/v1/engine/release", _release_engine),
+            web.post("/v1/engine/resume", _resume_engine),
             web.post("/v1/weights/{version}", _begin_weights),
             web.put("/v1/weights/{version}/parts/{part}", _put_part),
             web.post("/v1/weights/{version}/commit", _commit_weights),
@@ -190,6 +194,8 @@ async def _readyz(request: web.Request) -> web.Response:
         return web.json_response({"ready": True})
     serving = sidecar.agent.engine.policy_version
     state = f"serving version {serving}" if sidecar.started else "the engine is still loading"
+    if sidecar.started and sidecar.agent.engine.fault:
+        state = f"the engine cannot generate: {sidecar.agent.engine.fault}"
     raise RequestError(503, "not_ready", state)
 
 
@@ -291,3 +297,21 @@ async def _commit_weights(request: web.Request) -> web.Response:
         raise
     sidecar.metrics.count("weight_commits_total", result="ok")
     return _answer(request, committed)
+
+
+async def _served_weights(request: web.Request) -> web.Response:
+    sidecar = request.app[SIDECAR]
+    sidecar.require_started()
+    return _answer(request, await served_weights(sidecar.agent.engine, sidecar.weights))
+
+
+async def _release_engine(request: web.Request) -> web.Response:
+    sidecar = request.app[SIDECAR]
+    sidecar.require_started()
+    return _answer(request, await release_memory(sidecar.agent.engine, sidecar.weights))
+
+
+async def _resume_engine(request: web.Request) -> web.Response:
+    sidecar = request.app[SIDECAR]
+    sidecar.require_started()
+    return _answer(request, await resume_memory(sidecar.agent.engine, sidecar.weights))

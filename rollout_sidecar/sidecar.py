@@ -138,11 +138,14 @@ class Sidecar:
     def is_ready(self, version: int | None = None) -> bool:
         """Rollouts can start now (of that version)."""
         serving = self.agent.engine.policy_version
-        return self.started and self._resumed.is_set() and version in (None, serving)
+        sound = self.started and self._resumed.is_set() and not self.agent.engine.fault
+        return sound and version in (None, serving)
 
     def admit(self, request: RolloutRequest) -> None:
         """Raises RequestError unless a new request may start."""
         self.require_started()
+        if fault := self.agent.engine.fault:
+            raise RequestError(503, "not_ready", f"the engine cannot generate: {fault}")
         serving = self.agent.engine.policy_version
         if serving < request.min_policy_version:
             raise RequestError(

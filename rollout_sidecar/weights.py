@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from rollout_sidecar.engines.base import Engine
+from rollout_sidecar.engines.base import Engine, WeightTensor
 from rollout_sidecar.errors import RequestError, describe
 from rollout_sidecar.protocol import (
     TensorEntry,
@@ -77,6 +77,14 @@ class WeightStore:
     def base_bytes(self) -> int:
         """Size of the host copy of the weights being served, 0 if there is none."""
         return self._base.nbytes if self._base else 0
+
+    def alone(self) -> asyncio.Lock:
+        """To hold while the engine's weights or memory change: pushes are refused meanwhile."""
+        return self._committing
+
+    def tensors(self) -> dict[str, WeightTensor] | None:
+        """The host copy of what is being served; None before the first push, and while a full one is under way."""
+        return self._base.tensors() if self._base else None
 
     def begin(self, version: int, manifest: WeightsManifest) -> WeightsStatus:
         """Starts a push, or tells what is missing of the one under way. Anything else that was staged is dropped."""

@@ -51,6 +51,16 @@ class WeightTensor:
     data: memoryview = field(repr=False)
 
 
+RELEASED = (
+    "its memory is released for a trainer on the same device: POST /v1/engine/resume, then push weights. A training "
+    "run with sidecar.share_gpu does both when it is started again"
+)
+"""The fault of an engine between release_memory and resume_memory."""
+
+EMPTY = "its weights were released and nothing has been pushed since: push them. A training run does when it is started"
+"""The fault between resume_memory and the next load_weights."""
+
+
 class Engine(Protocol):
     """A generation engine. All methods are called from one event loop; `generate` runs many times at once."""
 
@@ -58,6 +68,11 @@ class Engine(Protocol):
     policy_version: int
     max_model_tokens: int
     vocab_size: int
+
+    @property
+    def fault(self) -> str:
+        """Why nothing can be generated, and what to do; "" when it can."""
+        ...
 
     async def start(self) -> None:
         """Loads the model and compiles; returns when the first request can be served."""
@@ -94,4 +109,20 @@ class Engine(Protocol):
             policy_version: what they are called.
             changed: names of those that differ from what was loaded last; None if that is not known.
         """
+        ...
+
+    async def altered_tensors(self, tensors: Mapping[str, WeightTensor]) -> list[str] | None:
+        """Names of the tensors that the engine's own memory holds otherwise than given; None if it cannot tell."""
+        ...
+
+    async def release_memory(self) -> None:
+        """Gives the device's memory back: weights and KV cache. What is running waits, with what it has sampled.
+
+        Nothing is generated until `resume_memory` and, after it, `load_weights`. Does nothing if released already.
+        NotImplementedError, with what to do, if this engine cannot.
+        """
+        ...
+
+    async def resume_memory(self) -> None:
+        """Takes the memory again; the weights in it are garbage. Does nothing if nothing was released."""
         ...

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, WeightTensor
+from rollout_sidecar.engines.base import (
+    EMPTY,
+    RELEASED,
+    GenerateRequest,
+    GenerateResult,
+    WeightTensor,
+)
 
 if TYPE_CHECKING:  # JAX is imported when the engine starts
     from tooljax.model.sampler import Generated, Sampler, SamplerWeights
@@ -47,6 +53,8 @@ class JaxEngine:
         self.max_model_tokens = max_model_tokens
         self.vocab_size = 0
         """Known once started."""
+        self.fault = ""
+        """Set by the worker thread."""
         self._model_path, self._dtype, self._slots = model_path, dtype, slots
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -61,6 +69,8 @@ class JaxEngine:
         self._sampler: Sampler
         self._turns: dict[str, Future[GenerateResult]] = {}
         self._swaps: list[_Swap] = []
+        self._releases: list[Future[None]] = []
+        self._released = False
         self._closing = False
 
     # --- the event loop's side ----------------------------------------------------------------------------------
@@ -108,6 +118,27 @@ class JaxEngine:
         self._promise(future, lambda: self._stage(tensors, policy_version, future))
         await asyncio.wrap_future(future)
 
+    async def altered_tensors(self, tensors: Mapping[str, WeightTensor]) -> list[str]:
+        """Compares the device's memory with the given bytes."""
+        future: Future[list[str]] = Future()
+        self._promise(future, lambda: future.set_result(self._altered(tensors)))
+        return await asyncio.wrap_future(future)
+
+    async def release_memory(self) -> None:
+        """Drops weights and KV cache once the running turns have ended; turns that come meanwhile wait.
+
+        JAX gives freed memory back to the device only with XLA_PYTHON_CLIENT_ALLOCATOR=platform.
+        """
+        future: Future[None] = Future()
+        self._promise(future, lambda: self._stage_release(future))
+        await asyncio.wrap_future(future)
+
+    async def resume_memory(self) -> None:
+        """Makes an empty KV cache; the weights come with the next push, and until then turns wait."""
+        future: Future[None] = Future()
+        self._promise(future, lambda: self._resume(future))
+        await asyncio.wrap_future(future)
+
     def _promise(self, future: "Future[Any]", command: Command) -> None:
         """Sends a command that will settle `future`, and settles it otherwise if the thread ends first."""
 
@@ -148,6 +179,7 @@ class JaxEngine:
             while not self._closing:
                 self._run_commands()
                 self._swap_when_idle()
+                self._release_when_idle()
                 for generated in self._sampler.step():
                     self._deliver(generated)
         except BaseException as error:  # the boundary of the thread: whoever waits must hear of it
@@ -183,7 +215,7 @@ class JaxEngine:
 
     def _run_commands(self) -> None:
         """Runs the commands that have come; with nothing else to do, waits for one."""
-        idle = not self._sampler.busy and not self._swaps
+        idle = not (self._sampler.busy or self._swaps or self._releases)
         while not self._closing:
             try:
                 command = self._commands.get(block=idle)
@@ -246,6 +278,8 @@ class JaxEngine:
         """Copies the tensors to the device, or raises ValueError; then no turn starts until they are in."""
         from tooljax.model import hf
 
+        if self._released:
+            raise ValueError(RELEASED)
         weights = hf.from_hf_layers(self._sampler.cfg, {n: _array(t) for n, t in tensors.items()})
         self._swaps.append(_Swap(weights, policy_version, done))
         self._sampler.paused = True
@@ -259,6 +293,35 @@ class JaxEngine:
             swap.done.set_result(None)
         self._swaps = []
         self._sampler.paused = False
+        self.fault = ""
+
+    def _stage_release(self, done: "Future[None]") -> None:
+        self._sampler.paused = True
+        self._releases.append(done)
+
+    def _release_when_idle(self) -> None:
+        if not self._releases or self._sampler.running:
+            return
+        if not self._released:
+            self._sampler.drop_memory()
+            self._released, self.fault = True, RELEASED
+        for done in self._releases:
+            done.set_result(None)
+        self._releases = []
+
+    def _resume(self, done: "Future[None]") -> None:
+        if self._released:
+            self._sampler.restore_memory()
+            self._released, self.fault = False, EMPTY
+        done.set_result(None)
+
+    def _altered(self, tensors: Mapping[str, WeightTensor]) -> list[str]:
+        from tooljax.model import hf
+
+        if self._released:
+            raise ValueError(RELEASED)
+        held = hf.layers_to_hf(self._sampler.cfg, self._sampler.weights)
+        return [n for n, array in held if array.tobytes() != bytes(tensors[n].data)]
 
 
 def _array(tensor: WeightTensor) -> np.ndarray:

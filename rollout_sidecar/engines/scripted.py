@@ -8,7 +8,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, WeightTensor
+from rollout_sidecar.engines.base import (
+    EMPTY,
+    RELEASED,
+    GenerateRequest,
+    GenerateResult,
+    WeightTensor,
+)
 
 
 class ScriptTokenizer(Protocol):
@@ -54,6 +60,11 @@ class ScriptedEngine:
         """Trajectories that have ended, in order."""
         self.loaded: list[str] = []
         """Names of the tensors of the last push."""
+        self.released_memory = False
+        """Between `release_memory` and `resume_memory`."""
+        self.fault = ""
+        self._open = asyncio.Event()
+        self._open.set()
         self._tokenizer = tokenizer
         self._script = script
         self._turns: dict[str, int] = {}
@@ -74,6 +85,7 @@ class ScriptedEngine:
         self.requests.append(request)
         if await self._aborted_while_waiting(request.trajectory_id):
             return self._result([], "aborted")
+        await self._open.wait()
         ids = [*self._tokenizer.encode(self._text(request, turn)), self._tokenizer.end_of_turn_id]
         finish = "stop" if len(ids) <= request.max_tokens else "length"
         return self._result(ids[: request.max_tokens], finish)
@@ -95,8 +107,26 @@ class ScriptedEngine:
         changed: frozenset[str] | None = None,
     ) -> None:
         """Records what was pushed."""
+        if self.released_memory:
+            raise ValueError(RELEASED)
         self.loaded = list(tensors)
         self.policy_version = policy_version
+        self.fault = ""
+        self._open.set()
+
+    async def altered_tensors(self, tensors: Mapping[str, WeightTensor]) -> list[str] | None:
+        """None: it keeps no weights."""
+        return None
+
+    async def release_memory(self) -> None:
+        """There is no memory to give; turns wait all the same."""
+        self.released_memory, self.fault = True, RELEASED
+        self._open.clear()
+
+    async def resume_memory(self) -> None:
+        """Turns still wait, for weights."""
+        if self.released_memory:
+            self.released_memory, self.fault = False, EMPTY
 
     def _text(self, request: GenerateRequest, turn: int) -> str:
         if callable(self._script):

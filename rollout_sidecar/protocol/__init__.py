@@ -18,6 +18,7 @@ from rollout_sidecar.protocol.base import (
     derive_seed,
     encode,
 )
+from rollout_sidecar.protocol.engine import EngineMemory, ServedWeights
 from rollout_sidecar.protocol.information import (
     ErrorBody,
     Fault,
@@ -58,6 +59,7 @@ from rollout_sidecar.protocol.weights import (
 __all__ = [
     "CallStatus",
     "EndFrame",
+    "EngineMemory",
     "ErrorBody",
     "Fault",
     "Frame",
@@ -78,6 +80,7 @@ __all__ = [
     "RolloutRequest",
     "RolloutSpec",
     "SamplingParams",
+    "ServedWeights",
     "Status",
     "Task",
     "TensorEntry",

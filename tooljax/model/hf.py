@@ -259,6 +259,22 @@ def from_hf_layers(cfg: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> Sam
     return SamplerWeights(embedding, layers, jnp.array(tensors[FINAL_NORM]), head)
 
 
+def layers_to_hf(cfg: DecoderConfig, weights: SamplerWeights) -> Iterator[tuple[str, np.ndarray]]:
+    """What `from_hf_layers` was given, read back from the device, one tensor at a time."""
+    yield EMBEDDING, np.asarray(weights.embedding)
+    for layer, params in enumerate(weights.layers):
+        for name, (shape, _) in layer_shapes(cfg).items():
+            flat = flat_shape(name, shape)
+            array = np.asarray(params[name])
+            yield (
+                layer_tensor(layer, name),
+                array.reshape(flat[::-1]).T if is_linear(name) else array.reshape(flat),
+            )
+    yield FINAL_NORM, np.asarray(weights.final_norm)
+    if not cfg.tied_head:
+        yield HEAD, np.asarray(weights.head)
+
+
 # --- saving -----------------------------------------------------------------------------------------------------
 
 

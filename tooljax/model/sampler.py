@@ -13,6 +13,7 @@ One thread at a time may use a Sampler. What it does not do: share prefixes othe
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -69,12 +70,8 @@ class Sampler:
         self._share_prompts = share_prompts
         self._device = jax.local_devices()[0]
         self._weights = jax.device_put(weights, self._device)
-        # The last chunk of a context may be padded by just under half of the largest size, and one position more
-        # takes the writes of idle slots.
-        self._cache = jax.device_put(
-            empty_cache(cfg, slots, max_model_tokens + CHUNK_SIZES[0] // 2), self._device
-        )
         self._slots = [Slot(index) for index in range(slots)]
+        self._cache = self._empty_cache()
         self._free = deque(self._slots)
         self._slot_of: dict[str, Slot] = {}
         self._waiting: dict[str, Turn] = {}
@@ -195,6 +192,35 @@ class Sampler:
         for slot in self._slots:
             slot.held, slot.prompt = [], None
 
+    @property
+    def weights(self) -> SamplerWeights:
+        """What it samples with, on the device."""
+        return self._weights
+
+    def drop_memory(self) -> None:
+        """Frees weights and cache. No turn may be running, and none may start before both are there again."""
+        if self._running:
+            raise RuntimeError(f"{self.running} turns are running; pause, and step until none is")
+        for array in jax.tree.leaves((self._cache, self._weights)):
+            array.delete()
+        self._cache = None
+        # What is left says which weights fit.
+        self._weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._weights
+        )
+
+    def restore_memory(self) -> None:
+        """An empty cache again, and no weights: `replace_weights` brings them."""
+        self._cache = self._empty_cache()
+        for slot in self._slots:
+            slot.held, slot.prompt = [], None
+
+    def _empty_cache(self) -> Any:
+        # The last chunk of a context may be padded by just under half of the largest size, and one position more
+        # takes the writes of idle slots.
+        cache = empty_cache(self.cfg, len(self._slots), self.max_model_tokens + CHUNK_SIZES[0] // 2)
+        return jax.device_put(cache, self._device)
+
     # --- one step -----------------------------------------------------------------------------------------------
 
     def _read_contexts(self) -> None:
@@ -314,7 +340,7 @@ class Sampler:
         return turn.generated("stop" if stopped else "length")
 
 
-def _kind(array: jax.Array) -> tuple[tuple[int, ...], str]:
+def _kind(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], str]:
     return array.shape, str(array.dtype)
 
 
