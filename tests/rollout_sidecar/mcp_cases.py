@@ -57,11 +57,17 @@ class HttpServer:
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
 
+    def signal(self, number: int) -> None:
+        """SIGSTOP, say."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """Without a goodbye."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
 
 @contextmanager
@@ -125,11 +131,12 @@ async def say(tools: Mapping[str, Any], key: str, name: str, /, **arguments: Any
 
 
 def server_processes() -> list[int]:
-    """Processes that our stdio sessions started, by their mark, descendants included."""
+    """Processes that this process's stdio sessions started, by their mark, descendants included."""
+    mark = f"TOOLJAX_MCP_SESSION={os.getpid()}-".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if b"\0TOOLJAX_MCP_SESSION=" in b"\0" + (folder / "environ").read_bytes():
+            if mark in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
     return found
 

@@ -9,8 +9,15 @@ from mcp_cases import entry, http_server, opened, play_all, raw, say, server_pro
 from sidecar_cases import call, statuses, tool_messages
 
 from rollout_sidecar.errors import DeadlineError, ToolError
+from rollout_sidecar.tools.mcp import stdio
 from rollout_sidecar.tools.mcp.connection import ConnectionLost, ServerUnavailable
 from rollout_sidecar.tools.mcp.tools import open_mcp_tools
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that will not end are killed sooner."""
+    monkeypatch.setattr(stdio, "STOP_PATIENCE_S", 0.2)
 
 
 async def rises(tools, key: str, name: str, /, **arguments) -> Exception:
@@ -162,6 +169,31 @@ async def test_a_stuck_server_of_the_run_does_not_take_others_calls_with_it(tmp_
                 await say(tools, "b", "blocked", seconds=0.6)
             assert await say(tools, "b", "echo", text="back") == "back"
             assert await slow == "slept a"
+
+
+async def test_a_server_that_stops_reacting_over_http(tmp_path, monkeypatch):
+    """It still accepts connections, and never answers: calls, new sessions and their end are bounded."""
+    monkeypatch.setattr("rollout_sidecar.tools.mcp.connection.CLOSE_TIMEOUT_S", 0.3)
+    with http_server("http") as server:
+        servers = {"s": {"url": server.url}}
+        config = {"timeout": 0.3, "connect_timeout_s": 0.5}
+        async with opened(tmp_path, servers, select=["inc"], **config) as tools:
+            assert [await say(tools, key, "inc") for key in "ab"] == ["1", "1"]
+            server.signal(signal.SIGSTOP)
+            started = asyncio.get_running_loop().time()
+            connecting = asyncio.create_task(say(tools, "cancelled", "inc"))
+            with pytest.raises(DeadlineError):
+                await say(tools, "a", "inc")
+            connecting.cancel()
+            new = await rises(tools, "new", "inc")
+            assert str(new) == (
+                "the MCP server 's' cannot be used: no answer within 0.5 s (connect_timeout_s)"
+            )
+            for key in ("a", "cancelled", "new"):
+                await tools["inc"].release(key)
+            assert asyncio.get_running_loop().time() - started < 4
+            server.signal(signal.SIGCONT)
+            assert [await say(tools, key, "inc") for key in "ba"] == ["2", "1"]
 
 
 async def test_a_flood_ends_the_session_not_the_sidecar(tmp_path):

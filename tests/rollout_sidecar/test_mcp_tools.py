@@ -281,6 +281,33 @@ async def test_libraries_do_not_fill_the_log(http, tmp_path, caplog):
     assert [record.name for record in caplog.records] == []
 
 
+@pytest.mark.parametrize("installed", ["1.30.0", "2.2.0", "3.0.0b1"])
+async def test_without_the_sdk_the_way_out_is_named(tmp_path, monkeypatch, installed):
+    made = entry(tmp_path, {"s": raw()})
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda _: installed)
+        with pytest.raises(
+            ValueError, match=rf"mcp {installed} is installed, and .*mcp>=2\.3,<3: pip"
+        ):
+            await open_mcp_tools(made, where="tools[0]", base_dir=tmp_path)
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(
+        ValueError, match=r"tools\[0\]: .*the MCP SDK, .*pip install 'tooljax\[tools\]'"
+    ):
+        await open_mcp_tools(made, where="tools[0]", base_dir=tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"session": "run"}, {"prestart": 2}])
+async def test_a_server_that_is_gone_at_startup_is_named(tmp_path, config):
+    with http_server("http") as server:
+        made = entry(tmp_path, {"s": {"url": server.url}}, **config)
+        [tool, *_] = (await open_mcp_tools(made, where="tools[0]", base_dir=tmp_path)).values()
+        server.kill()
+        with pytest.raises(ValueError, match=rf"{server.url}\) cannot be used: .*connected to"):
+            await tool.startup()
+    assert_nothing_left()
+
+
 def test_a_tool_without_a_server_says_so():
     schema = {"type": "function", "function": {"name": "x", "parameters": {}}}
     with pytest.raises(RuntimeError, match="tool 'x' has no server; open_mcp_tools gives it one"):

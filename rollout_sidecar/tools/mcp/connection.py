@@ -63,8 +63,10 @@ class ServerUnavailable(ToolError):
 class ConnectionLost(ToolError):
     """A session ended under a call."""
 
-    def __init__(self, message: str, *, may_have_run: bool):
+    def __init__(self, message: str, *, detail: str, may_have_run: bool):
         super().__init__(message)
+        self.detail = detail
+        """With what only the user should read: stderr."""
         self.may_have_run = may_have_run
 
 
@@ -354,10 +356,11 @@ class McpConnection:
             reason = reason or self._watch.log.describe()
         reason = reason or "it ended the session"
         ran = "the call may have run" if may_have_run else "the call was not run"
-        return ConnectionLost(
-            f"the connection to the MCP server {self.server.name!r} was lost ({reason}); {ran}",
-            may_have_run=may_have_run,
+        message = (
+            f"the connection to the MCP server {self.server.name!r} was lost ({reason}); {ran}"
         )
+        detail = message + self._watch.log.last_words()
+        return ConnectionLost(message, detail=detail, may_have_run=may_have_run)
 
 
 def _remember(task: asyncio.Future) -> None:

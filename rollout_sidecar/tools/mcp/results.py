@@ -24,8 +24,8 @@ def _part(part: Any) -> str:
         return part.text
     if kind in ("image", "audio"):
         size = len(part.data) * 3 // 4  # base64
-        article = "An" if kind in ("image", "audio") else "A"
-        return f"[{article} {kind} ({part.mime_type}, {size} bytes) that cannot be shown.]"
+        what = "An image" if kind == "image" else "A sound"
+        return f"[{what} ({part.mime_type}, {size} bytes) that cannot be shown.]"
     if kind == "resource_link":
         about = f": {part.description}" if part.description else ""
         return f"[A link to the resource {part.name!r} at {part.uri}{about}]"

@@ -71,11 +71,15 @@ class SessionPool:
         if self._starters > 1:
             return
         self._reaper = asyncio.create_task(self._reap())
-        if self.options.scope == "run":
-            await self._opened(self._run_slot, self.options.connect_timeout_s, CallStats())
-        elif self.options.prestart and self.options.scope == "trajectory":
-            self._warm = [self._new_connection() for _ in range(self.options.prestart)]
-            await asyncio.gather(*(connection.open() for connection in self._warm))
+        try:
+            if self.options.scope == "run":
+                await self._opened(self._run_slot, self.options.connect_timeout_s, CallStats())
+            elif self.options.scope == "trajectory":
+                self._warm = [self._new_connection() for _ in range(self.options.prestart)]
+                await asyncio.gather(*(connection.open() for connection in self._warm))
+        except BaseException:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         """Called once by each tool. The last closes everything."""
@@ -133,10 +137,10 @@ class SessionPool:
                 try:
                     return await connection.call(name, arguments, timeout_s), stats
                 except ConnectionLost as error:
+                    _log.info("%s", error.detail)
                     if stats.reconnects or (error.may_have_run and not retry):
                         raise
                     stats.reconnects += 1
-                    _log.info("%s; connecting again", error)
         finally:
             slot.calls -= 1
             slot.last_used = time.monotonic()

@@ -84,7 +84,7 @@ Streams = tuple[
 @asynccontextmanager
 async def stdio_transport(server: McpServer, log: ServerLog) -> AsyncIterator[Streams]:
     """Starts the server's process, and ends it. OSError if it cannot be started."""
-    mark = uuid4().hex
+    mark = f"{os.getpid()}-{uuid4().hex}"
     environment = {**get_default_environment(), **dict(server.env), _MARKER: mark}
     process = await asyncio.create_subprocess_exec(
         server.command,

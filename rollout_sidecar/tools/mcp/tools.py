@@ -10,12 +10,14 @@
 Differs from verl: sessions last for the trajectory, not for the call; `timeout` is honoured, and the server told to
 stop; schemas reach the policy unchanged; two servers with a tool of the same name are an error; an error that a server
 reports makes a failed call; a lost connection is opened again; text parts are joined by line breaks. Needs the MCP SDK
-(mcp 2.x), which is imported when the first entry is opened.
+(mcp>=2.3,<3), which is imported when the first entry is opened.
 """
 
 import asyncio
+import importlib.metadata
 import json
 import logging
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +90,14 @@ class McpTool(BaseTool):
         return self._remote
 
     async def startup(self) -> None:
-        """Opens what is to be open before the first call. Raises ServerUnavailable."""
-        await self.remote.pool.start()
+        """Opens what is to be open before the first call: the session of the run, and those kept ready. ValueError if a
+        server cannot be used."""
+        from rollout_sidecar.tools.mcp.connection import ServerUnavailable
+
+        try:
+            await self.remote.pool.start()
+        except ServerUnavailable as error:
+            raise ValueError(error.detail) from error
 
     async def shutdown(self) -> None:
         """Closes the sessions with the last tool that uses them."""
@@ -242,8 +250,8 @@ def _select(
         if name in offered:
             raise ValueError(
                 f"{entry.where}: the servers {offered[name][0]!r} and {server!r} both have a tool {name!r};"
-                " set config.prefix: true (tools are then called <server>__<tool>), or leave one of them out"
-                " with mcp.tool_selected_list in an entry for each server"
+                " set config.prefix: true (tools are then called <server>__<tool>), or give each server a file and an"
+                " entry of its own, with a tool_selected_list"
             )
         offered[name] = (server, tool)
     if not offered:
@@ -294,16 +302,17 @@ def _tool_class(entry: McpEntry) -> type[McpTool]:
 
 
 def _require_sdk(where: str) -> None:
+    wanted = "the MCP SDK, mcp>=2.3,<3: pip install 'tooljax[tools]'"
     try:
-        import mcp
+        import mcp  # noqa: F401
         import mcp_types  # noqa: F401
     except ImportError as error:
+        raise ValueError(f"{where}: tools of MCP servers need {wanted} ({error})") from error
+    installed = importlib.metadata.version("mcp")
+    release = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
+    if not (2, 3) <= release < (3,):
         raise ValueError(
-            f"{where}: tools of MCP servers need the MCP SDK, 2.x ({error}); pip install 'tooljax[tools]'"
-        ) from error
-    if not hasattr(mcp, "Client"):
-        raise ValueError(
-            f"{where}: the MCP SDK that is installed is too old: mcp>=2,<3 is needed; pip install 'tooljax[tools]'"
+            f"{where}: mcp {installed} is installed, and tools of MCP servers need {wanted}"
         )
 
 
