@@ -120,6 +120,19 @@ REGISTRY: dict[str, Metric] = {
     "weights/push_ratio": Metric("How many times more a push of all weights has.", ""),
     "weights/changed_frac": Metric("16-bit elements whose bits changed.", "fraction"),
     "weights/full_resends": Metric("Sidecars that had lost the base of a delta.", "sidecars"),
+    # log-prob gate: tokens of probes, as engine and trainer score them; of the worst sidecar
+    "gate/mean_kl": Metric("KL between engine and trainer; k3 estimate. Numerics only.", "nats"),
+    "gate/mean_difference": Metric("Engine's log-probs minus the trainer's.", "nats"),
+    "gate/rms": Metric("Root mean square of their differences.", "nats"),
+    "gate/p99": Metric("Difference that 99 % of tokens stay below.", "nats"),
+    "gate/max_abs": Metric("The largest difference.", "nats"),
+    "gate/ess": Metric("Effective sample size after weighting by importance.", "fraction"),
+    "gate/within_1pct": Metric("Tokens whose two probabilities differ by up to 1 %.", "fraction"),
+    "gate/within_5pct": Metric("The same with 5 %.", "fraction"),
+    "gate/tokens": Metric("Tokens compared in each sidecar.", "tokens"),
+    "gate/truncation_z": Metric(
+        "At a run's start: how much likelier sampled tokens are than they should be, in standard errors."
+    ),
     "time/{phase}_s": Metric("Wall time of one phase of the step; time/step_s is all of it.", "s"),
     # evaluation
     "eval/accuracy": Metric("Held-out trajectories called correct.", "fraction"),

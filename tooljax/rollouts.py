@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 import jax
 import msgspec
@@ -36,6 +37,8 @@ from tooljax.weights.push import PushReport, WeightSender
 
 Groups = list[list[Trajectory]]
 """Trajectories by task, then by sample."""
+
+Answer = TypeVar("Answer")
 
 Progress = Callable[[int, int], None]
 """Called with how many trajectories are there, and how many are wanted."""
@@ -148,6 +151,32 @@ class Sidecars:
         return self._runner.run(
             self._sender.push(tensors, version=version, timeout_s=weights.timeout_s)
         )
+
+    def version_of(self, step: int) -> int:
+        """What the sidecars call the policy after `step` steps of this run."""
+        return self._first_version + step
+
+    def on_each(
+        self, ask: Callable[[SidecarClient], Coroutine[Any, Any, Answer]]
+    ) -> list[tuple[str, Answer]]:
+        """Asks every sidecar at once: its URL and what it answered. Raises SidecarError, or InterruptedRollout."""
+
+        async def ask_all() -> list[tuple[str, Answer]]:
+            self._task = asyncio.current_task()
+            if self.stop_requested:
+                raise asyncio.CancelledError
+            async with asyncio.TaskGroup() as group:
+                asked = [(c.url, group.create_task(ask(c))) for c in self._clients]
+            return [(url, task.result()) for url, task in asked]
+
+        try:
+            return self._runner.run(ask_all())
+        except asyncio.CancelledError:
+            raise InterruptedRollout from None
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._task = None
 
     def policy_lag(self, trajectory: Trajectory, step: int) -> int:
         """How many steps older than the policy after `step` steps the oldest token of a trajectory is."""

@@ -140,6 +140,9 @@ class SidecarConfig:
     """Longest context of the embedded engine: its KV cache holds slots x this many tokens."""
     start_timeout_s: Seconds = 180.0
     """How long the local sidecar may take to load and compile."""
+    share_gpu: bool = False
+    """Trainer and engines use the same GPU in turns: engines give up weights and KV cache for the update. SGLang needs
+    --memory_saver, and JAX gives memory back in between only with XLA_PYTHON_CLIENT_ALLOCATOR=platform."""
     quorum: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of a group's trajectories that must have ended before the others count as stragglers. 1 waits for all."""
     straggler_timeout_s: NonNegative = 30.0
@@ -285,6 +288,24 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True)
+class GateConfig:
+    """The log-prob gate: trainer and engines score the same sampled tokens, and a run whose sides disagree stops."""
+
+    every_pushes: CountOrZero = 1
+    """Pushes of weights between two looks; the first push of a run is always looked at. 0: no gate."""
+    prompts: Count = 8
+    """Tasks, the first of data.train, of which every sidecar samples one turn for it."""
+    max_tokens: Count = 64
+    """Tokens of each, and at most limits.max_tokens_per_turn."""
+    max_mean_kl: NonNegative = 0.0
+    """The run stops above this mean KL between engine and trainer, in nats a token. 0 chooses by model.dtype: 1e-5 for
+    float32, where sound engines stay below 1e-9 (1e-6 with TF32 products), and 5e-3 for bfloat16, five times what one
+    may have whose logits are right to bfloat16's 3 digits; a temperature that is 10 % off gives 5e-3 and more."""
+    max_rms: NonNegative = 0.0
+    """The same for the root mean square of the log-probs' differences, in nats. 0: no limit of its own."""
+
+
+@dataclass(frozen=True)
 class TrackConfig:
     """Where metrics go. metrics.jsonl is always written."""
 
@@ -320,4 +341,5 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
