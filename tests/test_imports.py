@@ -13,7 +13,7 @@ from sources import ROOT, Source, sources
 SHARED = frozenset(
     f"rollout_sidecar.{name}"
     for name in (
-        *("protocol", "client", "tokenizer", "conversation", "formats", "statistics"),
+        *("protocol", "client", "connection", "tokenizer", "conversation", "formats", "statistics"),
         "weight_codec",
     )
 )
@@ -52,6 +52,7 @@ RULES = [  # the first whose prefix fits
     Rule("tooljax", SHARED | {"tooljax", "pallas_kernels"}, TRAINER),
     Rule("rollout_sidecar.protocol", frozenset({"rollout_sidecar.protocol"}), WIRE),
     Rule("rollout_sidecar.client", SHARED, WIRE),
+    Rule("rollout_sidecar.connection", SHARED, WIRE),
     Rule(
         "rollout_sidecar.engines.jax", frozenset({"rollout_sidecar", "tooljax"}), SIDECAR | ARRAYS
     ),

@@ -5,6 +5,7 @@ Unknown fields are errors, so a misspelt limit cannot be ignored. Nothing here i
 """
 
 from rollout_sidecar.protocol.base import (
+    INSTANCE_HEADER,
     JSON,
     JSON_LINES,
     MSGPACK,
@@ -57,6 +58,7 @@ from rollout_sidecar.protocol.weights import (
 )
 
 __all__ = [
+    "INSTANCE_HEADER",
     "CallStatus",
     "EndFrame",
     "EngineMemory",

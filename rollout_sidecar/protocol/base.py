@@ -13,6 +13,9 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 JSON_LINES = "application/x-ndjson"
 
+INSTANCE_HEADER = "X-Sidecar-Instance"
+"""Of answers to rollout requests: Info.instance. A stream that goes on with another one is another run's."""
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from sidecar_cases import CounterTool, HangingTool, Push, call, make_agent, make_request, serving
 
-from rollout_sidecar import client as client_module
+from rollout_sidecar import connection
 from rollout_sidecar.client import SidecarClient, SidecarError
 from rollout_sidecar.protocol import (
     MSGPACK,
@@ -25,7 +25,7 @@ HEADER_BYTES, CHUNK_BYTES = 160, 12
 
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch):
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr(connection, "MAX_BACKOFF_S", 0.02)
 
 
 async def collect(client, request):

@@ -141,7 +141,7 @@ def test_a_start_that_takes_too_long_is_ended(folder, engine, started, tmp_path)
 async def test_a_sidecar_that_dies_is_named_as_the_cause(
     folder, engine, started, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("rollout_sidecar.client.RETRIES", 0)
+    monkeypatch.setattr("rollout_sidecar.connection.RETRIES", 0)
 
     async def use() -> None:
         with local_sidecar(config(folder), log_path=tmp_path / "log", engine=engine) as (url, key):
