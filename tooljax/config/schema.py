@@ -115,9 +115,13 @@ class SidecarConfig:
     """The rollout sidecar: remote ones by URL, or one started here."""
 
     urls: tuple[str, ...] = ()
-    """Base URLs of running sidecars. Empty: start one on this machine with the embedded engine."""
+    """Base URLs of running sidecars, http or https. Empty: start one on this machine with the embedded engine. All must
+    answer when a run starts; later, the work of one that is down goes to the others."""
     token_file: str = ""
     """File that holds the bearer token of the sidecars. Empty: no token."""
+    ca_file: str = ""
+    """PEM file of certificates that those of https sidecars may be signed by, beside what this machine trusts; their own
+    where they signed themselves. Empty: what this machine trusts."""
     tool_config: tuple[str, ...] = ()
     """verl tool_config YAML files of the local sidecar, or Python files of @function_tool functions. Empty: none."""
     tool_format: str = "auto"
@@ -149,6 +153,11 @@ class SidecarConfig:
     """How long stragglers may still take; then they are aborted, and their group is trained on without them."""
     request_timeout_s: Seconds = 3600.0
     """How long one batch of rollouts may take before the step fails."""
+    down_timeout_s: Seconds = 600.0
+    """How long a run waits, with no sidecar left that can be used, for one to come back before it fails."""
+    in_flight: Literal["continue", "finish"] = "continue"
+    """What a push of weights does to trajectories under way: they go on with the new ones after their token or turn, or
+    they end with the old ones first, while new trajectories wait."""
 
 
 @dataclass(frozen=True)
