@@ -72,6 +72,9 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_tool_session.py::test_results_come_in_the_order_of_the_calls",
     ),
     "13: a hanging tool stalls the step": (
+        "rollout_sidecar/test_mcp_resilience.py"
+        "::test_a_call_past_its_deadline_is_cancelled_on_the_server",
+        "rollout_sidecar/test_mcp_resilience.py::test_a_server_that_stops_reacting_over_http",
         "rollout_sidecar/test_tool_session.py::test_a_hanging_tool_costs_its_deadline_and_no_more",
         "rollout_sidecar/test_tool_session.py"
         "::test_a_tool_that_ignores_cancellation_cannot_hold_up_the_trajectory",
@@ -85,6 +88,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "tooljax/test_quorum.py::test_stragglers_of_a_group_with_a_quorum_are_aborted_and_the_rest_is_in_order",
     ),
     "14: an MCP server forgets between calls": (
+        "rollout_sidecar/test_mcp_tools.py::test_a_session_lasts_for_the_trajectory_and_is_its_own",
         "rollout_sidecar/test_stock_verl_files.py::test_mcp",
     ),
     "15: a tool forgets between calls": (

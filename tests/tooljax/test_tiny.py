@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout_sidecar.conversation import certify
+from rollout_sidecar.certification import certify
 from rollout_sidecar.formats import get_format
 from rollout_sidecar.tokenizer import ChatTokenizer
 from tolerance import tol
