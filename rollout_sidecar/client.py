@@ -4,7 +4,6 @@ Lost connections are retried with backoff, and streams and pushes go on where th
 a `SidecarError`: one sentence with the URL and what to do.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
@@ -13,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rollout_sidecar.connection import LOST, RETRIES, Connection, SidecarError
+from rollout_sidecar.connection import LOST, SidecarError
 from rollout_sidecar.protocol import (
     INSTANCE_HEADER,
     MSGPACK,
@@ -26,12 +25,9 @@ from rollout_sidecar.protocol import (
     RolloutRequest,
     ServedWeights,
     Trajectory,
-    WeightsCommitted,
-    WeightsManifest,
-    WeightsStatus,
-    content_hash,
     encode,
 )
+from rollout_sidecar.weight_client import WeightConnection
 
 __all__ = ["SidecarClient", "SidecarError"]
 
@@ -40,7 +36,7 @@ MAX_FRAME_BYTES = 2**30
 OnProgress = Callable[[ProgressFrame], None]
 
 
-class SidecarClient(Connection):
+class SidecarClient(WeightConnection):
     """One sidecar. Use as `async with SidecarClient(url) as sidecar`."""
 
     def __init__(
@@ -142,38 +138,6 @@ class SidecarClient(Connection):
             if error.status != 404:
                 raise
 
-    async def push_weights(
-        self, version: int, manifest: WeightsManifest, read: Callable[[int, int], bytes]
-    ) -> WeightsCommitted:
-        """Sends what the sidecar has not got of a push, commits it, and checks what it then serves.
-
-        Args:
-            version: above the one being served.
-            manifest: the tensors.
-            read: read(offset, nbytes) gives bytes of the payload; called in a thread, once or more for each part.
-        """
-        path = f"/v1/weights/{version}"
-        body = encode(manifest, MSGPACK)
-        deadline = self._deadline()
-        for attempt in range(RETRIES + 1):
-            status = await self._typed(WeightsStatus, "POST", path, deadline, data=body)
-            try:
-                for part in status.missing_parts:
-                    await self._put_part(path, manifest, part, read, deadline)
-                done = await self._typed(WeightsCommitted, "POST", f"{path}/commit", deadline)
-            except SidecarError as error:
-                # The sidecar was restarted in between and knows nothing of the push: begin again.
-                if error.kind != "not_begun" or attempt == RETRIES:
-                    raise
-                continue
-            break
-        if done != WeightsCommitted(version=version, content_hash=content_hash(manifest.tensors)):
-            raise self._bad_answer(
-                f"after the push of version {version} it serves version {done.version} with the"
-                f" content {done.content_hash}, not {content_hash(manifest.tensors)}"
-            )
-        return done
-
     async def served_weights(self) -> ServedWeights:
         """Hashes of the tensors that are being served, and which of them the engine holds otherwise. Takes a while."""
         return await self._typed(ServedWeights, "GET", "/v1/weights", self._deadline())
@@ -185,21 +149,6 @@ class SidecarClient(Connection):
     async def resume_engine(self) -> EngineMemory:
         """Takes the memory again; nothing is generated before weights are pushed. No-op if nothing was released."""
         return await self._typed(EngineMemory, "POST", "/v1/engine/resume", self._deadline())
-
-    async def _put_part(
-        self,
-        path: str,
-        manifest: WeightsManifest,
-        part: int,
-        read: Callable[[int, int], bytes],
-        deadline: float,
-    ) -> None:
-        start = part * manifest.part_bytes
-        nbytes = min(manifest.part_bytes, manifest.payload_bytes - start)
-        data = await asyncio.to_thread(read, start, nbytes)
-        if len(data) != nbytes:
-            raise ValueError(f"read({start}, {nbytes}) gave {len(data)} bytes")
-        await self._typed(WeightsStatus, "PUT", f"{path}/parts/{part}", deadline, data=data)
 
     # --- one exchange ---
 

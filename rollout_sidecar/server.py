@@ -23,6 +23,7 @@ from rollout_sidecar.protocol import (
     Fault,
     Info,
     RolloutRequest,
+    WeightsCommit,
     WeightsManifest,
     decode,
     encode,
@@ -283,15 +284,23 @@ async def _begin_weights(request: web.Request) -> web.Response:
 async def _put_part(request: web.Request) -> web.Response:
     version = _integer(request.match_info["version"], "version")
     part = _integer(request.match_info["part"], "part")
-    data = await _body(request)
-    return _answer(request, request.app[SIDECAR].weights.put_part(version, part, data))
+    push_id = request.query.get("push_id", "")
+    weights = request.app[SIDECAR].weights
+    try:
+        status = await weights.receive(version, part, request.content.iter_any(), push_id)
+    except ConnectionError as error:  # as in _body
+        raise RequestError(
+            400, "disconnected", "the connection was lost within the body"
+        ) from error
+    return _answer(request, status)
 
 
 async def _commit_weights(request: web.Request) -> web.Response:
     sidecar = request.app[SIDECAR]
     version = _integer(request.match_info["version"], "version")
+    order = await _read(request, WeightsCommit) if request.body_exists else WeightsCommit()
     try:
-        committed = await sidecar.weights.commit(version)
+        committed = await sidecar.weights.commit(version, order)
     except RequestError as error:
         sidecar.metrics.count("weight_commits_total", result=error.kind)
         raise

@@ -1,10 +1,14 @@
 """The host copy of the weights being served: what the next delta is added to.
 
-A delta is added in place, so that no second copy is needed, and every tensor is verified by its hash before the engine
-sees any of them. `Applied.undo` brings the old bytes back if the engine refuses.
+A delta is added in place, so that no second copy is needed, and every tensor is verified before the engine sees any of
+them: by its hash, and by holding no inf or NaN. `Applied.undo` brings the old bytes back if the engine refuses.
 """
 
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -13,13 +17,30 @@ from rollout_sidecar.engines.base import WeightTensor
 from rollout_sidecar.protocol import TensorEntry
 from rollout_sidecar.weight_codec import Delta, decode
 
+T = TypeVar("T")
+Result = TypeVar("Result")
+
+WORKERS = min(8, os.cpu_count() or 1)
+"""Threads that verify at once. Hashing and NumPy leave Python to others meanwhile."""
+
+_EXPONENT = {
+    "float32": (np.uint32, 0x7F80_0000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+}
+"""Bits that are all set in inf and NaN, and in nothing else."""
+
+_LOOKED_AT_ONCE = 2**18
+"""Elements, so that they stay in the processor's cache."""
+
 
 class BadTensor(ValueError):
-    """A tensor of a push that is not what the manifest says. `name` is the tensor's."""
+    """A tensor of a push that cannot be served. `name` is the tensor's, `kind` what the sender is told."""
 
-    def __init__(self, name: str, message: str):
+    def __init__(self, name: str, message: str, kind: str = "hash_mismatch"):
         super().__init__(message)
         self.name = name
+        self.kind = kind
 
 
 @dataclass
@@ -43,11 +64,10 @@ class Applied:
 class Base:
     """The bytes of every tensor, by name."""
 
-    def __init__(self, entries: list[TensorEntry], payload: bytearray):
-        """Takes over the payload of a full push, which has been verified; nothing is copied."""
-        whole = np.frombuffer(payload, np.uint8)
+    def __init__(self, entries: Sequence[TensorEntry], payload: np.ndarray):
+        """Takes over the payload of a full push, flat uint8; nothing is copied, and nothing verified."""
         self.data = {
-            entry.name: whole[entry.offset : entry.offset + entry.nbytes] for entry in entries
+            entry.name: payload[entry.offset : entry.offset + entry.nbytes] for entry in entries
         }
         self._entries = {entry.name: entry for entry in entries}
 
@@ -65,7 +85,7 @@ class Base:
             for name, entry in self._entries.items()
         }
 
-    def check(self, entries: list[TensorEntry]) -> None:
+    def check(self, entries: Sequence[TensorEntry]) -> None:
         """BadTensor unless a delta push names exactly the tensors that are here, with dtype and shape as they are."""
         if missing := set(self._entries) - {entry.name for entry in entries}:
             raise BadTensor(min(missing), f"{min(missing)} is being served, and not in the push")
@@ -79,23 +99,32 @@ class Base:
                     f"{entry.name} is {here.dtype} {here.shape} here, not {entry.dtype} {entry.shape}",
                 )
 
-    def apply(self, entries: list[TensorEntry], payload: memoryview) -> Applied:
+    def verify(self) -> None:
+        """BadTensor names the first tensor that is not what its entry says, or cannot be served."""
+        in_threads(lambda entry: verify(entry, self.data[entry.name]), self._entries.values())
+
+    def apply(self, entries: Sequence[TensorEntry], payload: np.ndarray) -> Applied:
         """Adds a push to the base and verifies every tensor. BadTensor names the first that fails; then the base is
         what it was."""
         applied = Applied()
+
+        def apply_one(entry: TensorEntry) -> None:
+            data = payload[entry.offset : entry.offset + entry.nbytes]
+            self._apply_one(entry, data, applied)
+
         try:
-            for entry in entries:
-                self._apply_one(entry, payload[entry.offset : entry.offset + entry.nbytes], applied)
+            in_threads(apply_one, entries)
         except BaseException:
             applied.undo(self)
             raise
         return applied
 
-    def accept(self, entries: list[TensorEntry]) -> None:
+    def accept(self, entries: Sequence[TensorEntry]) -> None:
         """The push is being served: its hashes are the base's."""
         self._entries = {entry.name: entry for entry in entries}
 
-    def _apply_one(self, entry: TensorEntry, data: memoryview, applied: Applied) -> None:
+    def _apply_one(self, entry: TensorEntry, data: np.ndarray, applied: Applied) -> None:
+        """Runs in several threads, for different tensors. What is to be undone is noted before it is verified."""
         if entry.encoding == "same":
             if entry.hash != self._entries[entry.name].hash:
                 raise _mismatch(entry, self._entries[entry.name].hash)
@@ -103,23 +132,50 @@ class Base:
         applied.changed.add(entry.name)
         if entry.encoding == "raw":
             applied._replaced[entry.name] = self.data[entry.name]
-            self.data[entry.name] = np.frombuffer(bytearray(data), np.uint8)
-        else:
-            bits = self.data[entry.name].view(np.uint16)
-            try:
-                delta = decode(data, bits.size)
-            except ValueError as error:
-                raise BadTensor(entry.name, f"{entry.name}: {error}") from error
-            delta.apply(bits)
-            applied._deltas.append((bits, delta))
-        verify(entry, self.data[entry.name].data)
+            self.data[entry.name] = data.copy()
+            verify(entry, self.data[entry.name])
+            return
+        bits = self.data[entry.name].view(np.uint16)
+        try:
+            delta = decode(data.data, bits.size)
+        except ValueError as error:
+            raise BadTensor(entry.name, f"{entry.name}: {error}") from error
+        delta.apply(bits)
+        applied._deltas.append((bits, delta))
+        _check_hash(entry, self.data[entry.name])
+        # What did not change was finite before.
+        _check_finite(entry, bits[delta.positions])
 
 
-def verify(entry: TensorEntry, data: memoryview) -> None:
-    """BadTensor unless the bytes hash to what the manifest says."""
-    digest = xxhash.xxh3_128(data).hexdigest()
+def verify(entry: TensorEntry, data: np.ndarray) -> None:
+    """BadTensor unless the bytes (flat uint8) hash to what the manifest says, and are all finite numbers."""
+    _check_hash(entry, data)
+    _check_finite(entry, data.view(_EXPONENT[entry.dtype][0]))
+
+
+def in_threads(function: Callable[[T], Result], items: Iterable[T]) -> list[Result]:
+    """The function of every item. All have ended when this returns, or raises what the first that failed raised."""
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="weights") as pool:
+        futures = [pool.submit(function, item) for item in items]
+    return [future.result() for future in futures]
+
+
+def _check_hash(entry: TensorEntry, data: np.ndarray) -> None:
+    digest = xxhash.xxh3_128_hexdigest(data.data)
     if digest != entry.hash:
         raise _mismatch(entry, digest)
+
+
+def _check_finite(entry: TensorEntry, bits: np.ndarray) -> None:
+    mask = bits.dtype.type(_EXPONENT[entry.dtype][1])
+    for start in range(0, bits.size, _LOOKED_AT_ONCE):
+        exponents = bits[start : start + _LOOKED_AT_ONCE] & mask
+        if exponents.max() == mask:
+            raise BadTensor(
+                entry.name,
+                f"{entry.name} holds inf or NaN; look at the last update's loss and gradient",
+                "not_finite",
+            )
 
 
 def _mismatch(entry: TensorEntry, digest: str) -> BadTensor:

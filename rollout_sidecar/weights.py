@@ -2,6 +2,7 @@
 
 The old version is served until every byte of the new one has been verified and the engine has taken it; whatever
 fails on the way leaves the old version as it was. One push is staged at a time, in one buffer of the payload's size.
+Another push that begins replaces it, and its sender is told so with the next thing it sends.
 
 Beside the engine's there is one copy of the weights on the host: the base that the next delta is added to. A push of
 whole tensors drops it when it begins and becomes it when it is served, so there are never two.
@@ -10,27 +11,36 @@ whole tensors drops it when it begins and becomes it when it is served, so there
 import asyncio
 import logging
 import math
-import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from msgspec.structs import replace
 
 from rollout_sidecar.engines.base import Engine, WeightTensor
 from rollout_sidecar.errors import RequestError, describe
+from rollout_sidecar.host_memory import available_bytes
 from rollout_sidecar.protocol import (
-    TensorEntry,
+    WeightsCommit,
     WeightsCommitted,
     WeightsManifest,
     WeightsStatus,
     content_hash,
 )
-from rollout_sidecar.weight_base import Applied, BadTensor, Base, verify
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-_HASH = re.compile(r"[0-9a-f]{32}")
+from rollout_sidecar.weight_base import Applied, BadTensor, Base
+from rollout_sidecar.weight_manifest import check_manifest, has_hashes, with_hashes
 
 _log = logging.getLogger(__name__)
+
+InFlight = Literal["continue", "finish"]
+Paused = Callable[[InFlight], AbstractAsyncContextManager[None]]
+
+
+def _not_paused(in_flight: InFlight) -> AbstractAsyncContextManager[None]:
+    return nullcontext()
 
 
 @dataclass
@@ -39,12 +49,25 @@ class Staging:
 
     version: int
     manifest: WeightsManifest
-    buffer: bytearray = field(repr=False)
+    buffer: np.ndarray = field(repr=False)
     missing: set[int]
 
     def status(self) -> WeightsStatus:
         """What the sender still has to send."""
         return WeightsStatus(version=self.version, missing_parts=sorted(self.missing))
+
+    def place(self, index: int) -> slice:
+        """Where a part goes. RequestError 400 if there is no such part."""
+        start = index * self.manifest.part_bytes
+        if not 0 <= start < self.manifest.payload_bytes:
+            raise RequestError(400, "bad_part", f"part {index} lies beyond the payload's end")
+        return slice(start, min(start + self.manifest.part_bytes, self.manifest.payload_bytes))
+
+    def is_of(self, version: int, manifest: WeightsManifest) -> bool:
+        """Whether that push may go on with what has come of this one: without hashes, only if it is this very one."""
+        if has_hashes(manifest):
+            manifest = replace(manifest, push_id=self.manifest.push_id)
+        return (self.version, self.manifest) == (version, manifest)
 
 
 class WeightStore:
@@ -56,10 +79,12 @@ class WeightStore:
         *,
         max_payload_bytes: int = 2**36,
         max_part_bytes: int = 2**28,
-        paused: Callable[[], AbstractContextManager[None]] = nullcontext,
+        paused: Paused = _not_paused,
     ):
         self.content_hash = ""
         """Hash of the weights being served; "" before the first push."""
+        self.verify_s = 0.0
+        """How long adding and verifying took in the last push."""
         self._engine = engine
         self._max_payload_bytes = max_payload_bytes
         self._max_part_bytes = max_part_bytes
@@ -71,7 +96,7 @@ class WeightStore:
     @property
     def staged_bytes(self) -> int:
         """Size of the staging buffer, 0 between pushes."""
-        return len(self._staging.buffer) if self._staging else 0
+        return self._staging.buffer.nbytes if self._staging else 0
 
     @property
     def base_bytes(self) -> int:
@@ -94,47 +119,53 @@ class WeightStore:
         if version == served and content_hash(manifest.tensors) == self.content_hash:
             return WeightsStatus(version=version, missing_parts=[])
         if version <= served:
-            raise RequestError(
-                409,
-                "stale_version",
-                f"version {version} is not newer than {served}, which is being served with other content;"
-                f" push version {served + 1} or above",
-            )
+            raise self._stale(version)
         if manifest.base_version is not None:
             self._check_base(manifest, served)
-        staging = self._staging
-        if staging is None or staging.version != version or staging.manifest != manifest:
+        if self._staging is not None and self._staging.is_of(version, manifest):
+            self._staging.manifest = manifest  # whoever asked last goes on with it
+        else:
+            self._check_memory(manifest)
             parts = math.ceil(manifest.payload_bytes / manifest.part_bytes)
             self._staging = None  # frees the old buffer before the new one is made
             if manifest.base_version is None:
                 self._base = None  # not two copies at once; a delta that comes now is told that there is no base
-            buffer = bytearray(manifest.payload_bytes)
-            self._staging = staging = Staging(version, manifest, buffer, set(range(parts)))
-        return staging.status()
+            buffer = np.empty(manifest.payload_bytes, np.uint8)
+            self._staging = Staging(version, manifest, buffer, set(range(parts)))
+        return self._staging.status()
 
-    def put_part(self, version: int, index: int, data: bytes) -> WeightsStatus:
-        """Stores one part. A part may be sent again: the last one counts."""
-        self._refuse_while_committing()
-        staging = self._staged(version)
-        manifest = staging.manifest
-        start = index * manifest.part_bytes
-        if not 0 <= start < manifest.payload_bytes:
-            raise RequestError(400, "bad_part", f"part {index} lies beyond the payload's end")
-        expected = min(manifest.part_bytes, manifest.payload_bytes - start)
-        if len(data) != expected:
-            raise RequestError(
-                400, "bad_part", f"part {index} has {len(data)} bytes and must have {expected}"
-            )
-        staging.buffer[start : start + expected] = data
+    async def receive(
+        self, version: int, index: int, chunks: AsyncIterator[bytes], push_id: str = ""
+    ) -> WeightsStatus:
+        """Stores one part as it comes. A part may be sent again: the last one counts."""
+        staging = self._open(version, push_id)
+        place = staging.place(index)
+        size, at = place.stop - place.start, 0
+        staging.missing.add(index)  # half of it, if the connection breaks, is none of it
+        view = staging.buffer.data[place]
+        async for chunk in chunks:
+            self._open(version, push_id, staging)  # bytes that are being verified must not change
+            if at + len(chunk) <= size:
+                view[at : at + len(chunk)] = chunk
+            at += len(chunk)
+        self._open(version, push_id, staging)
+        if at != size:
+            raise RequestError(400, "bad_part", f"part {index} has {at} bytes and must have {size}")
         staging.missing.discard(index)
         return staging.status()
 
-    async def commit(self, version: int) -> WeightsCommitted:
+    async def commit(self, version: int, order: WeightsCommit | None = None) -> WeightsCommitted:
         """Verifies every tensor and swaps. Sent again after success, it repeats its answer."""
+        order = order or WeightsCommit()
         async with self._committing:
             if version == self._engine.policy_version and self.content_hash:
+                if order.content_hash not in ("", self.content_hash):
+                    raise self._stale(version)
+                if self._engine.fault and self._base is not None:  # its memory was released meanwhile
+                    async with self._paused("continue"):
+                        await self._load(self._base, version, None)
                 return WeightsCommitted(version=version, content_hash=self.content_hash)
-            staging = self._staged(version)
+            staging = self._staged(version, order.push_id)
             if staging.missing:
                 raise RequestError(
                     409,
@@ -142,31 +173,31 @@ class WeightStore:
                     f"{len(staging.missing)} parts of version {version} have not arrived"
                     f" (the first is {min(staging.missing)}); begin again to learn which",
                 )
+            manifest = with_hashes(staging.manifest, order.hashes)
             # Good or bad, what is staged has served its purpose: a bad push is sent again as a whole.
             self._staging = None
-            await self._swap(staging)
-            self.content_hash = content_hash(staging.manifest.tensors)
+            await self._swap(version, manifest, staging.buffer)
+            self.content_hash = content_hash(manifest.tensors)
             return WeightsCommitted(version=version, content_hash=self.content_hash)
 
-    async def _swap(self, staging: Staging) -> None:
+    async def _swap(self, version: int, manifest: WeightsManifest, payload: np.ndarray) -> None:
         """Verifies, then hands the engine the whole set. What fails leaves base and engine as they were."""
-        manifest = staging.manifest
-        payload = memoryview(staging.buffer)
+        begun = time.monotonic()
         base, applied = self._base, Applied()
         try:
             if manifest.base_version is None:
-                for entry in manifest.tensors:
-                    await asyncio.to_thread(verify, entry, payload[_slice(entry)])
-                base = Base(manifest.tensors, staging.buffer)
+                base = Base(manifest.tensors, payload)
+                await asyncio.to_thread(base.verify)
             else:
                 assert base is not None, "begin has seen to it, and nothing drops it meanwhile"
                 applied = await asyncio.to_thread(base.apply, manifest.tensors, payload)
         except BadTensor as error:
-            raise RequestError(422, "hash_mismatch", str(error), error.name) from error
+            raise RequestError(422, error.kind, str(error), error.name) from error
+        self.verify_s = time.monotonic() - begun
         changed = None if manifest.base_version is None else frozenset(applied.changed)
         try:
-            with self._paused():
-                await self._load(base, staging.version, changed)
+            async with self._paused(manifest.in_flight):
+                await self._load(base, version, changed)
         except BaseException:
             await asyncio.to_thread(applied.undo, base)
             raise
@@ -213,86 +244,59 @@ class WeightStore:
                 "$.base_version",
             )
 
-    def _staged(self, version: int) -> Staging:
-        if self._staging is None or self._staging.version != version:
+    def _check_memory(self, manifest: WeightsManifest) -> None:
+        """Raises RequestError 413 if the payload does not fit into memory. What it replaces is given up for it."""
+        available = available_bytes()
+        if available is None:
+            return
+        available += self.staged_bytes
+        if manifest.base_version is None:
+            available += self.base_bytes
+        if manifest.payload_bytes > available:
+            raise RequestError(
+                413,
+                "too_large",
+                f"payload_bytes={manifest.payload_bytes} exceeds the {available} bytes of memory that are free"
+                " here; give the sidecar more",
+                "$.payload_bytes",
+            )
+
+    def _open(self, version: int, push_id: str, before: Staging | None = None) -> Staging:
+        """What parts of this push are written to (if that is still the same as before)."""
+        self._refuse_while_committing()
+        return self._staged(version, push_id, before)
+
+    def _staged(self, version: int, push_id: str, before: Staging | None = None) -> Staging:
+        staging = self._staging
+        if staging is None:
             raise RequestError(
                 404,
                 "not_begun",
                 f"no push of version {version} is under way; begin with POST /v1/weights/{version}",
             )
-        return self._staging
+        mine = staging.version == version and staging.manifest.push_id == push_id
+        if not mine or before not in (None, staging):
+            raise RequestError(
+                409,
+                "another_push",
+                f"another push, of version {staging.version}, began after this one and replaced it; only one trainer"
+                " may push to a sidecar",
+            )
+        return staging
+
+    def _stale(self, version: int) -> RequestError:
+        served = self._engine.policy_version
+        return RequestError(
+            409,
+            "stale_version",
+            f"version {version} is not newer than {served}, which is being served with other content;"
+            f" push version {served + 1} or above",
+        )
 
     def _refuse_while_committing(self) -> None:
         if self._committing.locked():
             raise RequestError(
-                409, "committing", "a commit is under way; try again when it is done"
+                409,
+                "committing",
+                "a commit, or a look at the weights, is under way; try again when it is done",
             )
-
-
-def check_manifest(manifest: WeightsManifest, max_payload_bytes: int, max_part_bytes: int) -> None:
-    """Raises RequestError 400 or 413 unless the tensors lie end to end and fill the payload, within the limits."""
-    if not manifest.tensors:
-        raise _bad("$.tensors", "a push needs at least one tensor")
-    if manifest.payload_bytes > max_payload_bytes:
-        raise RequestError(
-            413,
-            "too_large",
-            f"payload_bytes={manifest.payload_bytes} exceeds this sidecar's {max_payload_bytes};"
-            " start it with a larger --max_weights_bytes",
-            "$.payload_bytes",
-        )
-    if manifest.part_bytes > max_part_bytes:
-        raise RequestError(
-            413,
-            "too_large",
-            f"part_bytes={manifest.part_bytes} exceeds this sidecar's {max_part_bytes};"
-            " send smaller parts (weights.part_bytes)",
-            "$.part_bytes",
-        )
-    offset = 0
-    names = set()
-    for index, entry in enumerate(manifest.tensors):
-        _check_entry(entry, offset, f"$.tensors[{index}]", whole=manifest.base_version is None)
-        if entry.name in names:
-            raise _bad(f"$.tensors[{index}].name", f"{entry.name} is listed twice")
-        names.add(entry.name)
-        offset += entry.nbytes
-    if offset != manifest.payload_bytes:
-        raise _bad(
-            "$.payload_bytes", f"{manifest.payload_bytes}, but the tensors have {offset} bytes"
-        )
-
-
-def _check_entry(entry: TensorEntry, offset: int, where: str, *, whole: bool) -> None:
-    if entry.offset != offset:
-        raise _bad(
-            f"{where}.offset",
-            f"{entry.name} starts at {entry.offset}, but the tensor before it ends at {offset}",
-        )
-    if any(size < 0 for size in entry.shape):
-        raise _bad(f"{where}.shape", f"{entry.name} has the shape {entry.shape}")
-    if whole and entry.encoding != "raw":
-        raise _bad(
-            f"{where}.encoding",
-            f"{entry.name} is coded as {entry.encoding!r}, and there is no base_version",
-        )
-    if entry.encoding == "delta" and ITEM_BYTES[entry.dtype] != 2:
-        raise _bad(
-            f"{where}.encoding", f"{entry.name} is {entry.dtype}; deltas are of 16-bit types"
-        )
-    expected = 0 if entry.encoding == "same" else math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
-    if entry.nbytes != expected and entry.encoding != "delta":
-        raise _bad(
-            f"{where}.nbytes",
-            f"{entry.name} has {entry.nbytes} bytes, but {entry.dtype} {entry.shape} has {expected}",
-        )
-    if not _HASH.fullmatch(entry.hash):
-        raise _bad(f"{where}.hash", f"{entry.hash!r} is not 32 lower-case hexadecimal digits")
-
-
-def _bad(where: str, message: str) -> RequestError:
-    return RequestError(400, "invalid_manifest", f"{message} - at `{where}`", where)
-
-
-def _slice(entry: TensorEntry) -> slice:
-    return slice(entry.offset, entry.offset + entry.nbytes)

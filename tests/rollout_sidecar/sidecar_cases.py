@@ -29,6 +29,7 @@ from rollout_sidecar.protocol import (
     TensorEntry,
     Trajectory,
     WeightsManifest,
+    WeightsStatus,
     decode,
     encode,
 )
@@ -36,6 +37,7 @@ from rollout_sidecar.scoring import Scorer
 from rollout_sidecar.server import ServerOptions, Sidecar, create_app
 from rollout_sidecar.tokenizer import ChatTokenizer
 from rollout_sidecar.tools.base import BaseTool, ToolResponse
+from rollout_sidecar.weights import WeightStore
 
 
 def schema(name: str, **properties: str) -> dict[str, Any]:
@@ -275,6 +277,18 @@ class Push:
         """Bytes of the payload; notes the offset."""
         self.reads.append(offset)
         return self.payload[offset : offset + nbytes]
+
+
+async def put_part(
+    weights: WeightStore, version: int, index: int, data: bytes, push_id: str = ""
+) -> WeightsStatus:
+    """Gives a store one part, in two chunks."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield data[: len(data) // 2]
+        yield data[len(data) // 2 :]
+
+    return await weights.receive(version, index, chunks(), push_id)
 
 
 # --- HTTP by hand -------------------------------------------------------------------------------------------------

@@ -5,7 +5,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from sidecar_cases import CounterTool, HangingTool, Push, call, make_agent, make_request, serving
+from sidecar_cases import (
+    CounterTool,
+    HangingTool,
+    Push,
+    call,
+    make_agent,
+    make_request,
+    put_part,
+    serving,
+)
 
 from rollout_sidecar import connection
 from rollout_sidecar.client import SidecarClient, SidecarError
@@ -214,7 +223,7 @@ async def test_a_push_sends_only_what_is_missing(tiny_tokenizer):
     agent, push = make_agent(tiny_tokenizer, []), Push()
     async with serving(agent) as (url, sidecar), SidecarClient(url) as client:
         sidecar.weights.begin(1, push.manifest)
-        sidecar.weights.put_part(1, 1, push.parts[1])
+        await put_part(sidecar.weights, 1, 1, push.parts[1])
         await client.push_weights(1, push.manifest, push.read)
     assert push.reads == [0, 20]
 
@@ -341,7 +350,7 @@ async def test_a_push_of_something_else_is_noticed(tiny_tokenizer):
     push, other = Push(), Push(seed=1)
 
     class Lying:
-        async def commit(self, version):
+        async def commit(self, version, order):
             return WeightsCommitted(
                 version=version, content_hash=content_hash(other.manifest.tensors)
             )

@@ -16,6 +16,7 @@ from sidecar_cases import (
     make_request,
     make_task,
     post,
+    put_part,
     serving,
 )
 
@@ -244,7 +245,7 @@ async def test_new_rollouts_wait_while_weights_are_swapped(tiny_tokenizer, http)
     async with serving(agent) as (url, sidecar):
         sidecar.weights.begin(1, push.manifest)
         for i, part in enumerate(push.parts):
-            sidecar.weights.put_part(1, i, part)
+            await put_part(sidecar.weights, 1, i, part)
         committing = asyncio.create_task(sidecar.weights.commit(1))
         await swapping.wait()
         reading = asyncio.create_task(post(http, url, make_request()))

@@ -1,11 +1,11 @@
 """Staging of new weights: all or nothing, resumable, repeatable, and the old version is served until the end."""
 
 import asyncio
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 from msgspec.structs import replace
-from sidecar_cases import Push
+from sidecar_cases import Push, put_part
 
 from rollout_sidecar.engines.scripted import ScriptedEngine
 from rollout_sidecar.errors import RequestError
@@ -40,12 +40,12 @@ def store(engine):
     return WeightStore(engine, max_payload_bytes=1000, max_part_bytes=100)
 
 
-def send(store, version, push, skip=()):
+async def send(store, version, push, skip=()):
     """Begins and sends all parts but some."""
     status = store.begin(version, push.manifest)
     for i, part in enumerate(push.parts):
         if i not in skip:
-            status = store.put_part(version, i, part)
+            status = await put_part(store, version, i, part, push.manifest.push_id)
     return status
 
 
@@ -67,9 +67,9 @@ async def test_a_push_in_parts_arrives_byte_for_byte(store, engine):
     push = Push()
     assert store.begin(1, push.manifest).missing_parts == [0, 1, 2]
     # Any order; 28 bytes in parts of 10, 10 and 8.
-    assert store.put_part(1, 2, push.payload[20:]).missing_parts == [0, 1]
-    assert store.put_part(1, 0, push.payload[:10]).missing_parts == [1]
-    assert store.put_part(1, 1, push.payload[10:20]).missing_parts == []
+    assert (await put_part(store, 1, 2, push.payload[20:])).missing_parts == [0, 1]
+    assert (await put_part(store, 1, 0, push.payload[:10])).missing_parts == [1]
+    assert (await put_part(store, 1, 1, push.payload[10:20])).missing_parts == []
     assert (engine.policy_version, store.staged_bytes) == (0, 28)
     expected = WeightsCommitted(version=1, content_hash=content_hash(push.manifest.tensors))
     assert await store.commit(1) == expected
@@ -80,13 +80,13 @@ async def test_a_push_in_parts_arrives_byte_for_byte(store, engine):
 
 async def test_an_interrupted_push_goes_on_where_it_stopped(store, engine):
     push = Push()
-    assert send(store, 1, push, skip=[1]).missing_parts == [1]
+    assert (await send(store, 1, push, skip=[1])).missing_parts == [1]
     await fails(
         lambda: store.commit(1), 409, "missing_parts", "1 parts of version 1 have not arrived"
     )
     # The sender was killed and begins again: what had arrived is still there.
     assert store.begin(1, push.manifest).missing_parts == [1]
-    store.put_part(1, 1, push.parts[1])
+    await put_part(store, 1, 1, push.parts[1])
     await store.commit(1)
     assert engine.bytes["a"] == push.payload[12:]
 
@@ -94,31 +94,31 @@ async def test_an_interrupted_push_goes_on_where_it_stopped(store, engine):
 async def test_a_part_sent_twice_counts_once_and_the_last_one_counts(store, engine):
     push = Push()
     store.begin(1, push.manifest)
-    store.put_part(1, 0, b"x" * 10)
-    assert send(store, 1, push).missing_parts == []
+    await put_part(store, 1, 0, b"x" * 10)
+    assert (await send(store, 1, push)).missing_parts == []
     await store.commit(1)
     assert engine.bytes["b"] == push.payload[:12]
 
 
 async def test_a_flipped_bit_is_refused_by_name_and_the_old_version_stays(store, engine):
-    send(store, 1, Push())
+    await send(store, 1, Push())
     first = await store.commit(1)
     push = Push(seed=5)
-    send(store, 2, push)
-    store.put_part(2, 2, bytes([push.parts[2][0] ^ 1]) + push.parts[2][1:])
+    await send(store, 2, push)
+    await put_part(store, 2, 2, bytes([push.parts[2][0] ^ 1]) + push.parts[2][1:])
     error = await fails(lambda: store.commit(2), 422, "hash_mismatch", "the bytes of a hash to")
     assert error.field == "a"
     assert (engine.policy_version, engine.pushes, store.content_hash) == (1, 1, first.content_hash)
     # The bad bytes are gone, and the next push starts from nothing.
     await fails(lambda: store.commit(2), 404, "not_begun")
     assert store.begin(2, push.manifest).missing_parts == [0, 1, 2]
-    send(store, 2, push)
+    await send(store, 2, push)
     assert (await store.commit(2)).version == 2
 
 
 async def test_a_repeated_commit_repeats_its_answer(store, engine):
     push = Push()
-    send(store, 1, push)
+    await send(store, 1, push)
     # At once, as when the answer to the first was lost, and later.
     answers = await asyncio.gather(store.commit(1), store.commit(1))
     answers.append(await store.commit(1))
@@ -133,7 +133,7 @@ async def test_versions_only_grow(store):
     await fails(
         lambda: store.begin(0, push.manifest), 409, "stale_version", "push version 1 or above"
     )
-    send(store, 3, push)
+    await send(store, 3, push)
     await store.commit(3)
     for version in (2, 3):
         error = await fails(
@@ -154,20 +154,20 @@ async def test_a_wrong_base_is_refused(store):
 
 
 async def test_another_push_replaces_the_one_that_was_staged(store, engine):
-    send(store, 1, Push())
+    await send(store, 1, Push())
     other = Push(seed=3)
     assert store.begin(1, other.manifest).missing_parts == [0, 1, 2]
-    send(store, 1, other)
+    await send(store, 1, other)
     await store.commit(1)
     assert engine.bytes["b"] == other.payload[:12]
     await fails(
-        lambda: store.put_part(2, 0, b""), 404, "not_begun", "begin with POST /v1/weights/2"
+        lambda: put_part(store, 2, 0, b""), 404, "not_begun", "begin with POST /v1/weights/2"
     )
 
 
 async def test_what_the_engine_refuses_changes_nothing(store, engine):
     push = Push(bad=[2])
-    send(store, 1, push)
+    await send(store, 1, push)
     await fails(
         lambda: store.commit(1), 422, "rejected_weights", "still serves 0: bad is not in the model"
     )
@@ -177,7 +177,7 @@ async def test_what_the_engine_refuses_changes_nothing(store, engine):
 @pytest.mark.parametrize(("index", "data"), [(0, b"123"), (2, b"1234567890"), (3, b""), (9, b"1")])
 async def test_parts_of_the_wrong_length_or_place_are_refused(store, index, data):
     store.begin(1, Push().manifest)
-    await fails(lambda: store.put_part(1, index, data), 400, "bad_part", f"part {index} ")
+    await fails(lambda: put_part(store, 1, index, data), 400, "bad_part", f"part {index} ")
 
 
 def changed(index, **fields):
@@ -225,19 +225,19 @@ async def test_sizes_are_limited(store):
 async def test_rollouts_are_held_back_only_while_the_engine_swaps(engine):
     during = []
 
-    @contextmanager
-    def paused():
+    @asynccontextmanager
+    async def paused(in_flight):
         during.append(engine.pushes)
         yield
         during.append(engine.pushes)
 
     store = WeightStore(engine, paused=paused)
     push = Push()
-    send(store, 1, push)
+    await send(store, 1, push)
     committing = asyncio.create_task(store.commit(1))
     while not during:
         await asyncio.sleep(0)
-    await fails(lambda: store.put_part(1, 0, push.parts[0]), 409, "committing")
+    await fails(lambda: put_part(store, 1, 0, push.parts[0]), 409, "committing")
     await fails(lambda: store.begin(2, push.manifest), 409, "committing")
     await committing
     assert during == [0, 1]
@@ -246,14 +246,14 @@ async def test_rollouts_are_held_back_only_while_the_engine_swaps(engine):
 async def test_a_failed_swap_lets_rollouts_go_on(engine):
     released = []
 
-    @contextmanager
-    def paused():
+    @asynccontextmanager
+    async def paused(in_flight):
         try:
             yield
         finally:
             released.append(True)
 
     store = WeightStore(engine, paused=paused)
-    send(store, 1, Push(bad=[1]))
+    await send(store, 1, Push(bad=[1]))
     await fails(lambda: store.commit(1), 422, "rejected_weights")
     assert released == [True]

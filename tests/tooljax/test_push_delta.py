@@ -160,22 +160,18 @@ async def test_a_byte_flipped_on_the_way_is_sent_again_whole(sidecars):
     pushes, arrays = sender(clients[:1]), weights()
     await push(pushes, arrays, 1)
     new = step(arrays, 2)
-    put_part = clients[0]._put_part
+    call = clients[0]._call
     flipped = []
 
-    async def flip(path, manifest, part, read, deadline):
-        def bad(offset, nbytes):
-            data = bytearray(read(offset, nbytes))
-            data[-1] ^= 0x10
-            return bytes(data)
+    async def flip(method, path, *, data=None, **kwargs):
+        if method == "PUT" and not flipped:
+            flipped.append(path)
+            data = data[:-1] + bytes([data[-1] ^ 0x10])
+        return await call(method, path, data=data, **kwargs)
 
-        flipped.append(part)
-        clients[0]._put_part = put_part
-        await put_part(path, manifest, part, bad, deadline)
-
-    clients[0]._put_part = flip
+    clients[0]._call = flip
     report = await push(pushes, new, 2)
-    assert flipped == [0]
+    assert flipped
     assert report.full_resends == 1
     assert_serve(engines[:1], new)
 
