@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
@@ -14,6 +15,15 @@ from tooljax.weights.payload import Base, Payload, delta_payload, full_payload
 
 ANOTHER_BASE = ("wrong_base", "hash_mismatch")
 """Answers of a sidecar that lacks the base of a delta, or whose copy of it is damaged: it gets everything."""
+
+
+InFlight = Literal["continue", "finish"]
+
+Send = Callable[[SidecarClient], Awaitable[bool]]
+"""Sends a push to one sidecar. Gives whether it got everything although a delta was meant for it."""
+
+Deliver = Callable[[Send], Awaitable[int]]
+"""Sends a push to whom it concerns; gives how many of them got everything. Raises if nobody serves it."""
 
 
 class PushError(SidecarError):
@@ -71,9 +81,16 @@ class WeightSender:
         self._mode = mode
         self._part_bytes = part_bytes
         self._base: Base | None = None
+        self._last: tuple[Payload, int] | None = None
 
     async def push(
-        self, tensors: Iterable[tuple[str, jax.Array]], *, version: int, timeout_s: float
+        self,
+        tensors: Iterable[tuple[str, jax.Array]],
+        *,
+        version: int,
+        timeout_s: float,
+        in_flight: InFlight = "continue",
+        deliver: Deliver | None = None,
     ) -> PushReport:
         """Sends weights to every sidecar at once; returns when all of them serve exactly these.
 
@@ -84,13 +101,17 @@ class WeightSender:
             tensors: weights under their Hugging Face names, the same names and shapes every time.
             version: above the one that is served, or equal to it with the same content.
             timeout_s: for sending and swapping, in all sidecars together.
+            in_flight: what becomes of trajectories under way.
+            deliver: decides who gets it; default: all get it, and all must acknowledge it.
         """
         started = time.monotonic()
+        self._last = None  # its bytes may change now
         # The host has one copy, the base, which is changed in place: until that is acknowledged there is no base.
         base, self._base = self._base, None
         payload = await asyncio.to_thread(self._code, base, tensors)
         try:
-            resent = await self._send_all(payload, version, timeout_s)
+            send = partial(self._send, payload, version, in_flight)
+            resent = await (deliver or partial(self._to_all, version, timeout_s))(send)
         except BaseException:
             if payload.base is not None and base is not None:
                 payload.undo(base)
@@ -98,6 +119,7 @@ class WeightSender:
             raise
         if any(array.dtype.itemsize == 2 for array in payload.arrays.values()):
             self._base = payload.acknowledged(version)
+        self._last = payload, version
         return PushReport(
             version=version,
             bytes=payload.nbytes,
@@ -109,6 +131,15 @@ class WeightSender:
             full_resends=resent,
         )
 
+    async def catch_up(self, client: SidecarClient) -> None:
+        """Sends a sidecar all of the version that was pushed last. Raises SidecarError."""
+        if self._last is None:
+            raise SidecarError(
+                "there is no version of the weights to send again", kind="no_weights"
+            )
+        payload, version = self._last
+        await self._send_whole(payload, version, "continue", client)
+
     def _code(self, base: Base | None, tensors: Iterable[tuple[str, jax.Array]]) -> Payload:
         if self._mode == "full":
             return full_payload(tensors, keep_arrays=False)
@@ -117,11 +148,9 @@ class WeightSender:
             return delta_payload(base, named)
         return full_payload(named.items(), keep_arrays=True)
 
-    async def _send_all(self, payload: Payload, version: int, timeout_s: float) -> int:
+    async def _to_all(self, version: int, timeout_s: float, send: Send) -> int:
         """How many sidecars got everything although a delta was meant for them."""
-        sending = [
-            asyncio.create_task(self._send(client, payload, version)) for client in self._clients
-        ]
+        sending = [asyncio.ensure_future(send(client)) for client in self._clients]
         try:
             await asyncio.wait(sending, timeout=timeout_s)
         finally:
@@ -145,7 +174,9 @@ class WeightSender:
             )
         return sum(result is True for result in results)
 
-    async def _send(self, client: SidecarClient, payload: Payload, version: int) -> bool:
+    async def _send(
+        self, payload: Payload, version: int, in_flight: InFlight, client: SidecarClient
+    ) -> bool:
         """Whether the sidecar got everything although a delta was meant for it.
 
         The client compares each acknowledgement with the version and the hash of the manifest.
@@ -156,6 +187,7 @@ class WeightSender:
             part_bytes=self._part_bytes,
             base_version=payload.base.version if payload.base else None,
             base_hash=payload.base.content_hash if payload.base else "",
+            in_flight=in_flight,
         )
         try:
             await client.push_weights(version, manifest, payload.read)
@@ -163,9 +195,17 @@ class WeightSender:
         except SidecarError as error:
             if payload.base is None or error.kind not in ANOTHER_BASE:
                 raise
+        await self._send_whole(payload, version, in_flight, client)
+        return True
+
+    async def _send_whole(
+        self, payload: Payload, version: int, in_flight: InFlight, client: SidecarClient
+    ) -> None:
         whole = payload.whole()
         manifest = WeightsManifest(
-            tensors=whole.entries, payload_bytes=whole.nbytes, part_bytes=self._part_bytes
+            tensors=whole.entries,
+            payload_bytes=whole.nbytes,
+            part_bytes=self._part_bytes,
+            in_flight=in_flight,
         )
         await client.push_weights(version, manifest, whole.read)
-        return True
