@@ -1,7 +1,8 @@
 """Rollout requests by id, and the frames that each has produced: what makes requests idempotent and streams resumable.
 
 A request runs to its end whether or not anybody reads it. Frames are kept, encoded, until the request is among the
-older finished ones; reading from frame K on works at any time before that.
+older finished ones; reading from frame K on works at any time before that. Progress of trajectories under way has no
+numbers: every reader gets all of what is still of use.
 """
 
 import asyncio
@@ -15,14 +16,18 @@ from rollout_sidecar.errors import RequestError
 from rollout_sidecar.protocol import (
     EndFrame,
     Frame,
+    ProgressFrame,
     RolloutRequest,
     RolloutSpec,
     Task,
     Trajectory,
     TrajectoryFrame,
 )
+from rollout_sidecar.resume import SendProgress
 
-RunRollout = Callable[[Task, RolloutSpec, RolloutRequest, int], Coroutine[None, None, Trajectory]]
+RunRollout = Callable[
+    [Task, RolloutSpec, RolloutRequest, int, SendProgress | None], Coroutine[None, None, Trajectory]
+]
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +47,8 @@ class RolloutStream:
         self.ending: asyncio.Task[None] | None = None
         self._aborted: set[int] = set()
         self._changed = asyncio.Event()
+        self._progress: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
+        self._told = 0
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +59,23 @@ class RolloutStream:
         """Appends a frame and wakes the readers. An end frame finishes the stream."""
         self.frames.append(msgspec.msgpack.encode(frame))
         self.finished = isinstance(frame, EndFrame)
+        if isinstance(frame, TrajectoryFrame):  # how it came to be is of no use any more
+            trajectory = frame.trajectory
+            self._progress.pop((trajectory.task_index, trajectory.sample_index), None)
+        elif self.finished:
+            self._progress = {}
+        self._wake()
+
+    def tell(self, frame: ProgressFrame) -> None:
+        """Takes what is new of a trajectory under way, and wakes the readers."""
+        pieces = self._progress.setdefault((frame.task_index, frame.sample_index), [])
+        if not frame.known_turns:  # it says everything
+            pieces.clear()
+        self._told += 1
+        pieces.append((self._told, msgspec.msgpack.encode(frame)))
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -66,15 +90,47 @@ class RolloutStream:
                 self.rollouts[i].cancel()
         return [self.rollouts[i] for i in ending]
 
-    async def read(self, index: int, wait_s: float) -> list[bytes]:
-        """The frames from `index` on. Waits for one, up to wait_s; [] if none came, or if the stream is finished."""
-        if index >= len(self.frames) and not self.finished:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                return []
-        return self.frames[index:]
+    def progress(self, told: int) -> tuple[list[bytes], int]:
+        """What was told after piece number `told` and is still of use, in order; and the number of the last piece."""
+        pieces = [piece for pieces in self._progress.values() for piece in pieces]
+        return [frame for number, frame in sorted(pieces) if number > told], self._told
+
+    async def changed(self, wait_s: float) -> None:
+        """Returns at the next frame or progress, or after wait_s."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+
+class Reader:
+    """One reading of a stream, from frame `index` on."""
+
+    def __init__(self, stream: RolloutStream, index: int):
+        self._stream = stream
+        self._told = 0
+        self.index = index
+        """Number of the frame that comes next."""
+
+    @property
+    def done(self) -> bool:
+        """There is nothing more to read."""
+        return self._stream.finished and self.index >= len(self._stream.frames)
+
+    async def read(self, wait_s: float) -> list[bytes]:
+        """What has come since, progress first. Waits for something, up to wait_s; [] if nothing came."""
+        ready = self._ready()
+        if not ready and not self.done:
+            await self._stream.changed(wait_s)
+            ready = self._ready()
+        return ready
+
+    def _ready(self) -> list[bytes]:
+        progress, self._told = self._stream.progress(self._told)
+        frames = self._stream.frames[self.index :]
+        self.index += len(frames)
+        return progress + frames
 
 
 class RolloutRegistry:
@@ -108,7 +164,13 @@ class RolloutRegistry:
             stream = self._streams[request.request_id] = RolloutStream(request.request_id, digest)
             stream.rollouts = [
                 asyncio.create_task(
-                    self._run(request.tasks[spec.task_index], spec, request, ordinal)
+                    self._run(
+                        request.tasks[spec.task_index],
+                        spec,
+                        request,
+                        ordinal,
+                        stream.tell if request.progress else None,
+                    )
                 )
                 for ordinal, spec in enumerate(request.rollouts)
             ]
@@ -203,9 +265,23 @@ def check_request(request: RolloutRequest) -> None:
                 f"sample {spec.sample_index} of task {spec.task_index} is asked for twice",
             )
         seen.add(key)
+        _check_resume(f"{where}.resume", spec, request)
     for i, task in enumerate(request.tasks):
         if not task.messages:
             raise _bad(f"$.tasks[{i}].messages", f"task {task.task_id!r} has no messages")
+
+
+def _check_resume(where: str, spec: RolloutSpec, request: RolloutRequest) -> None:
+    partial = spec.resume
+    if partial is None:
+        return
+    if partial.seed != spec.seed:
+        raise _bad(f"{where}.seed", f"seed={partial.seed}, and the rollout's is {spec.seed}")
+    if not 0 < len(partial.turns) < request.limits.max_turns:
+        raise _bad(
+            f"{where}.turns",
+            f"{len(partial.turns)} turns to resume after, and limits.max_turns={request.limits.max_turns}",
+        )
 
 
 def _encoded(request: RolloutRequest) -> bytes:

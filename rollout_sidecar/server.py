@@ -15,6 +15,7 @@ from aiohttp import hdrs, web
 from rollout_sidecar.engine_memory import release_memory, resume_memory, served_weights
 from rollout_sidecar.errors import RequestError, describe
 from rollout_sidecar.protocol import (
+    INSTANCE_HEADER,
     JSON,
     JSON_LINES,
     MSGPACK,
@@ -28,7 +29,7 @@ from rollout_sidecar.protocol import (
     decode,
     encode,
 )
-from rollout_sidecar.rollout_stream import RolloutStream
+from rollout_sidecar.rollout_stream import Reader, RolloutStream
 from rollout_sidecar.sidecar import ServerOptions, Sidecar, check_exposure
 
 __all__ = ["ServerOptions", "Sidecar", "check_exposure", "create_app"]
@@ -222,6 +223,8 @@ async def _info(request: web.Request) -> web.Response:
         tools=[tool.tool_schema for tool in agent.tools.values()],
         max_model_tokens=engine.max_model_tokens,
         content_hash=sidecar.weights.content_hash,
+        instance=sidecar.instance,
+        max_concurrent=sidecar.max_concurrent,
     )
     return _answer(request, info)
 
@@ -253,17 +256,17 @@ async def _stream(
     binary = _answer_type(request) == MSGPACK
     response = web.StreamResponse()
     response.content_type = MSGPACK if binary else JSON_LINES
+    response.headers[INSTANCE_HEADER] = request.app[SIDECAR].instance
     await response.prepare(request)
     alive_s = request.app[SIDECAR].options.alive_s
+    reader = Reader(stream, index)
     try:
-        while not stream.finished or index < len(stream.frames):
-            frames = await stream.read(index, alive_s)
-            for frame in frames or [b""]:
+        while not reader.done:
+            for frame in await reader.read(alive_s) or [b""]:
                 await response.write(_framed(frame, binary))
-            index += len(frames)
         await response.write_eof()
     except ConnectionError:
-        _log.info("a reader of %s went away at frame %d", stream.request_id, index)
+        _log.info("a reader of %s went away before frame %d", stream.request_id, reader.index)
     return response
 
 

@@ -3,8 +3,9 @@
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from rollout_sidecar.agent import Agent, run_rollout
@@ -12,8 +13,9 @@ from rollout_sidecar.errors import RequestError, RolloutError, boundary
 from rollout_sidecar.foreign import bounded, invoke
 from rollout_sidecar.metrics import Metrics
 from rollout_sidecar.protocol import RolloutRequest, RolloutSpec, Task, Trajectory
+from rollout_sidecar.resume import SendProgress
 from rollout_sidecar.rollout_stream import RolloutRegistry
-from rollout_sidecar.weights import WeightStore
+from rollout_sidecar.weights import InFlight, WeightStore
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ class ServerOptions:
     """Of a request body, and so of a part of a push."""
     max_weights_bytes: int = 2**36
     """Of the payload of a push, which is held in memory until it is committed."""
-    keep_finished: int = 8
+    keep_finished: int = 64
     """Finished rollout requests that can still be read."""
     keep_bytes: int = 2**28
     """Memory for them."""
@@ -54,6 +56,8 @@ class Sidecar:
         self.agent = agent
         self.options = options = options or ServerOptions()
         self.started = False
+        self.instance = uuid.uuid4().hex
+        """Another one after every start."""
         self.metrics: Metrics = agent.metrics
         self.rollouts = RolloutRegistry(
             self._run, keep_finished=options.keep_finished, keep_bytes=options.keep_bytes
@@ -66,6 +70,8 @@ class Sidecar:
         )
         self._slots = asyncio.Semaphore(options.max_concurrent)
         self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._reaper: asyncio.Task | None = None
         self._parts: list[tuple[str, object]] = []
         self._resumed = asyncio.Event()
@@ -161,22 +167,40 @@ class Sidecar:
         if not self.started:
             raise RequestError(503, "not_ready", "the engine is still loading; wait for /readyz")
 
+    @property
+    def max_concurrent(self) -> int:
+        """Trajectories that are generated at once."""
+        engine = getattr(self.agent.engine, "max_running", 0) or self.options.max_concurrent
+        return min(self.options.max_concurrent, engine)
+
     async def _run(
-        self, task: Task, spec: RolloutSpec, request: RolloutRequest, ordinal: int
+        self,
+        task: Task,
+        spec: RolloutSpec,
+        request: RolloutRequest,
+        ordinal: int,
+        on_progress: SendProgress | None,
     ) -> Trajectory:
         async with self._slots:
-            await self._resumed.wait()
+            while not self._resumed.is_set():  # another swap may begin before this gets its turn
+                await self._resumed.wait()
             self._running += 1
+            self._idle.clear()
             try:
-                return await run_rollout(self.agent, task, spec, request, ordinal)
+                return await run_rollout(self.agent, task, spec, request, ordinal, on_progress)
             finally:
                 self._running -= 1
+                if not self._running:
+                    self._idle.set()
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """New rollouts wait; the engine itself lets running ones end their turn."""
+    @asynccontextmanager
+    async def _paused(self, in_flight: InFlight) -> AsyncIterator[None]:
+        """New rollouts wait. Running ones are the engine's to hold up, or, with "finish", have ended: each within its
+        own deadline."""
         self._resumed.clear()
         try:
+            if in_flight == "finish":
+                await self._idle.wait()
             yield
         finally:
             self._resumed.set()
