@@ -119,7 +119,20 @@ REGISTRY: dict[str, Metric] = {
     "weights/push_bytes": Metric("Bytes sent to each sidecar.", "bytes"),
     "weights/push_ratio": Metric("How many times more a push of all weights has.", ""),
     "weights/changed_frac": Metric("16-bit elements whose bits changed.", "fraction"),
+    "weights/floor_ratio": Metric(
+        "Bytes sent, relative to the entropy of the changes: elements x (H(p) + 16 p) bits, p the share that changed."
+    ),
     "weights/full_resends": Metric("Sidecars that had lost the base of a delta.", "sidecars"),
+    "fleet/live": Metric("Sidecars that can be used.", "sidecars"),
+    "fleet/resumed": Metric(
+        "Trajectories that went on in another sidecar from a finished turn, since the run began.",
+        "trajectories",
+    ),
+    "fleet/restarted": Metric(
+        "Trajectories that were asked for again from their prompt, since the run began: no turn had ended, or a tool "
+        "that keeps state had been used.",
+        "trajectories",
+    ),
     # log-prob gate: tokens of probes, as engine and trainer score them; of the worst sidecar
     "gate/mean_kl": Metric("KL between engine and trainer; k3 estimate. Numerics only.", "nats"),
     "gate/mean_difference": Metric("Engine's log-probs minus the trainer's.", "nats"),

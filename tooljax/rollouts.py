@@ -1,7 +1,8 @@
-"""Asks the sidecars for trajectories, and hands them weights.
+"""Asks the sidecars for trajectories, and hands them weights: blocking calls over `tooljax.fleet`, which decides who
+does what and goes on without a sidecar that fails.
 
-Groups go to the sidecars in turn, a whole group to one sidecar, so that its samples share the prompt's prefix. Results
-are collated by (task, sample), never by arrival: what the trainer sees does not depend on timing.
+Results are collated by (task, sample), never by arrival, and seeds derive from those too: what the trainer sees depends
+neither on timing nor on how many sidecars there are.
 """
 
 import asyncio
@@ -9,22 +10,19 @@ import math
 import signal
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import jax
-import msgspec
 
-from rollout_sidecar.client import SidecarClient, SidecarError
+from rollout_sidecar.client import SidecarClient
 from rollout_sidecar.protocol import (
     Info,
     Limits,
     RewardWeights,
     RolloutRequest,
-    RolloutSpec,
     SamplingParams,
     Task,
     Trajectory,
@@ -32,8 +30,11 @@ from rollout_sidecar.protocol import (
 )
 from tooljax.config import Config
 from tooljax.config.schema import WeightsConfig
+from tooljax.fleet.batch import Batch
+from tooljax.fleet.fleet import Fleet
+from tooljax.fleet.groups import Group
 from tooljax.launch import local_sidecar
-from tooljax.weights.push import PushReport, WeightSender
+from tooljax.weights.push import InFlight, PushReport
 
 Groups = list[list[Trajectory]]
 """Trajectories by task, then by sample."""
@@ -43,6 +44,9 @@ Answer = TypeVar("Answer")
 Progress = Callable[[int, int], None]
 """Called with how many trajectories are there, and how many are wanted."""
 
+LOCAL_DOWN_S = 10.0
+"""How long to wait for the sidecar that the run has started itself: nobody starts it again."""
+
 
 class InterruptedRollout(Exception):
     """Somebody asked the run to stop while trajectories were being made."""
@@ -51,16 +55,27 @@ class InterruptedRollout(Exception):
 @contextmanager
 def open_sidecars(config: Config) -> "Iterator[Sidecars]":
     """The sidecars that a config names, or one started here that ends with the block."""
-    timeout_s = config.sidecar.request_timeout_s
-    if config.sidecar.urls:
-        token = _read_token(config.sidecar.token_file)
-        with Sidecars(config.sidecar.urls, token=token, timeout_s=timeout_s) as sidecars:
+    settings = config.sidecar
+    shared: dict[str, Any] = {
+        "timeout_s": settings.request_timeout_s,
+        "in_flight": settings.in_flight,
+    }
+    if settings.urls:
+        token = _read_token(settings.token_file)
+        with Sidecars(
+            settings.urls,
+            token=token,
+            ca_file=settings.ca_file,
+            down_timeout_s=settings.down_timeout_s,
+            **shared,
+        ) as sidecars:
             yield sidecars
         return
     log = Path(config.run.dir) / "sidecar.log"
+    wait_s = min(settings.down_timeout_s, LOCAL_DOWN_S)
     with (
         local_sidecar(config, log_path=log) as (url, token),
-        Sidecars([url], token=token, timeout_s=timeout_s) as sidecars,
+        Sidecars([url], token=token, down_timeout_s=wait_s, **shared) as sidecars,
     ):
         yield sidecars
 
@@ -83,25 +98,48 @@ class Sidecars:
     InterruptedRollout; a second one raises KeyboardInterrupt as usual.
     """
 
-    def __init__(self, urls: Sequence[str], *, token: str | None, timeout_s: float):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | None,
+        timeout_s: float,
+        down_timeout_s: float | None = None,
+        ca_file: str = "",
+        in_flight: InFlight = "continue",
+    ):
+        """Nothing is asked yet.
+
+        Args:
+            urls: http or https.
+            token: bearer token of all of them.
+            timeout_s: how long one batch of rollouts may take.
+            down_timeout_s: how long to wait when no sidecar is left; default: timeout_s.
+            ca_file: certificates to trust beside this machine's.
+            in_flight: what a push does to trajectories under way.
+        """
         if not urls:
             raise ValueError("no sidecar to ask: set sidecar.urls, or leave it empty to start one")
-        self._clients = [SidecarClient(url, token=token, timeout_s=timeout_s) for url in urls]
+        clients = [SidecarClient(url, token, timeout_s, ca_file) for url in urls]
+        wait_s = timeout_s if down_timeout_s is None else down_timeout_s
+        self.fleet = Fleet(clients, timeout_s=timeout_s, down_timeout_s=wait_s)
+        self._clients = clients
         self._runner = asyncio.Runner()
         self._task: asyncio.Task | None = None
         self._handlers: dict[int, object] = {}
         self._nonce = uuid.uuid4().hex[:12]
         self._requests = 0
         self._first_version = 0
-        self._sender: WeightSender | None = None
+        self._in_flight: InFlight = in_flight
         self.stop_requested = False
 
     def __enter__(self) -> "Sidecars":
         try:
             for client in self._clients:
                 self._runner.run(client.__aenter__())
+            infos = self._runner.run(self.fleet.open())
             # Versions only ever grow on a sidecar, and one that outlived an earlier run already has some.
-            self._first_version = 1 + max(info.policy_version for info in self.info())
+            self._first_version = 1 + max(info.policy_version for info in infos)
         except BaseException:
             self.__exit__()
             raise
@@ -142,14 +180,15 @@ class Sidecars:
     def push(
         self, tensors: Iterable[tuple[str, jax.Array]], *, step: int, weights: WeightsConfig
     ) -> PushReport:
-        """Sends the weights that the policy has after `step` steps; returns when every sidecar serves them."""
-        if self._sender is None:
-            self._sender = WeightSender(
-                self._clients, mode=weights.mode, part_bytes=weights.part_bytes
-            )
-        version = self._first_version + step
+        """Sends the weights that the policy has after `step` steps; returns when every sidecar that can be used serves
+        them. Raises PushError."""
         return self._runner.run(
-            self._sender.push(tensors, version=version, timeout_s=weights.timeout_s)
+            self.fleet.push(
+                tensors,
+                version=self.version_of(step),
+                weights=weights,
+                in_flight=self._in_flight,
+            )
         )
 
     def version_of(self, step: int) -> int:
@@ -157,26 +196,21 @@ class Sidecars:
         return self._first_version + step
 
     def on_each(
-        self, ask: Callable[[SidecarClient], Coroutine[Any, Any, Answer]]
+        self,
+        ask: Callable[[SidecarClient], Coroutine[Any, Any, Answer]],
+        *,
+        interruptible: bool = True,
     ) -> list[tuple[str, Answer]]:
-        """Asks every sidecar at once: its URL and what it answered. Raises SidecarError, or InterruptedRollout."""
+        """Asks every sidecar that can be used, at once: its URL and what it answered.
 
-        async def ask_all() -> list[tuple[str, Answer]]:
-            self._task = asyncio.current_task()
-            if self.stop_requested:
-                raise asyncio.CancelledError
-            async with asyncio.TaskGroup() as group:
-                asked = [(c.url, group.create_task(ask(c))) for c in self._clients]
-            return [(url, task.result()) for url, task in asked]
+        Raises SidecarError, or InterruptedRollout if it is interruptible.
+        """
+        asking = self.fleet.on_each(ask)
+        return self._interruptible(asking) if interruptible else self._runner.run(asking)
 
-        try:
-            return self._runner.run(ask_all())
-        except asyncio.CancelledError:
-            raise InterruptedRollout from None
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            self._task = None
+    def metrics(self) -> dict[str, float]:
+        """What a step logs of the sidecars."""
+        return self.fleet.metrics()
 
     def policy_lag(self, trajectory: Trajectory, step: int) -> int:
         """How many steps older than the policy after `step` steps the oldest token of a trajectory is."""
@@ -201,69 +235,63 @@ class Sidecars:
         """Makes `samples` trajectories of each task.
 
         Their seeds derive from (*seed, task, sample). With `step`, only the policy after that many steps will do;
-        without, whatever the sidecars serve. Without `reward_weights`, rewards are the outcome alone. Once `quorum` of
-        a group have ended, the others have `straggler_timeout_s` left: then they are aborted, and come back with that
-        status and without tokens. Raises SidecarError, or InterruptedRollout.
+        without, what was pushed last, or whatever the sidecars serve. Without `reward_weights`, rewards are the outcome
+        alone. Once `quorum` of a group have ended, the others have `straggler_timeout_s` left: then they are aborted,
+        and come back with that status and without tokens. Raises SidecarError, or InterruptedRollout.
         """
         self._requests += 1
-        shares = [range(k, len(tasks), len(self._clients)) for k in range(len(self._clients))]
-        requests = [
-            RolloutRequest(
-                request_id=f"{self._nonce}.{self._requests}",
-                tasks=[tasks[i] for i in share],
-                rollouts=[
-                    RolloutSpec(task_index=j, sample_index=s, seed=derive_seed(*seed, i, s))
-                    for j, i in enumerate(share)
-                    for s in range(samples)
-                ],
-                sampling=sampling,
-                limits=limits,
-                reward_weights=reward_weights,
-                min_policy_version=0 if step is None else self._first_version + step,
-            )
-            for share in shares
+        groups = [
+            Group(i, task, [derive_seed(*seed, i, s) for s in range(samples)])
+            for i, task in enumerate(tasks)
         ]
-        made = _Groups(tasks, requests, shares, samples, on_progress)
+        template = RolloutRequest(
+            request_id=f"{self._nonce}.{self._requests}",
+            tasks=[],
+            rollouts=[],
+            sampling=sampling,
+            limits=limits,
+            reward_weights=reward_weights,
+            min_policy_version=(self.fleet.version or 0) if step is None else self.version_of(step),
+        )
         enough = math.ceil(quorum * samples - 1e-9)  # 0.7 * 10 is a little more than 7
-        self._collect(requests, made, _Stragglers(enough, straggler_timeout_s))
-        return made.all()
+        self._interruptible(
+            self._fill(groups, template, _Stragglers(enough, straggler_timeout_s), on_progress)
+        )
+        return [group.all() for group in groups]
 
-    def _collect(
-        self, requests: Sequence[RolloutRequest], made: "_Groups", stragglers: "_Stragglers"
+    async def _fill(
+        self,
+        groups: Sequence[Group],
+        template: RolloutRequest,
+        stragglers: "_Stragglers",
+        on_progress: Progress | None,
     ) -> None:
-        """Sends each client its request, and takes trajectories as they arrive."""
+        wanted = sum(len(group.seeds) for group in groups)
 
-        async def ask(k: int) -> None:
-            try:
-                async for trajectory in self._clients[k].rollouts(requests[k]):
-                    i = made.add(k, trajectory)
-                    stragglers.watch(
-                        i, made, partial(self._clients[k].abort, requests[k].request_id)
-                    )
-            except asyncio.CancelledError:
-                # A sidecar that is gone cannot be aborted, and that must not hide why this one is.
-                with suppress(SidecarError):
-                    await asyncio.shield(self._clients[k].abort(requests[k].request_id))
-                raise
-
-        async def ask_all() -> None:
-            self._task = asyncio.current_task()
-            if self.stop_requested:
-                raise asyncio.CancelledError
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for k, request in enumerate(requests):
-                        if request.tasks:
-                            group.create_task(ask(k))
-            finally:
-                await stragglers.end()
+        def taken(batch: Batch, group: Group) -> None:
+            if on_progress is not None:
+                on_progress(sum(len(group.made) for group in groups), wanted)
+            stragglers.watch(batch, group)
 
         try:
-            self._runner.run(ask_all())
+            await self.fleet.rollout(groups, template, taken=taken)
+        finally:
+            await stragglers.end()
+
+    def _interruptible(self, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """What the call gives, unless somebody asks the run to stop."""
+
+        async def run() -> Answer:
+            self._task = asyncio.current_task()
+            if self.stop_requested:
+                call.close()
+                raise asyncio.CancelledError
+            return await call
+
+        try:
+            return self._runner.run(run())
         except asyncio.CancelledError:
             raise InterruptedRollout from None
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
         finally:
             self._task = None
 
@@ -275,102 +303,26 @@ class Sidecars:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
-class _Groups:
-    """Trajectories by task and sample, filled in the order in which they arrive."""
-
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        requests: Sequence[RolloutRequest],
-        shares: Sequence[range],
-        samples: int,
-        on_progress: Progress | None,
-    ):
-        self.samples = samples
-        self._tasks = tasks
-        self._requests = requests
-        self._shares = shares
-        self._made: list[dict[int, Trajectory]] = [{} for _ in tasks]
-        self._given_up: set[tuple[int, int]] = set()
-        self._on_progress = on_progress
-        self._count = 0
-
-    def add(self, client: int, trajectory: Trajectory) -> int:
-        """Takes a trajectory; returns its task."""
-        i = self._shares[client][trajectory.task_index]
-        # Its number in the request depends on the number of sidecars; its number in `tasks` does not.
-        placed = msgspec.structs.replace(trajectory, task_index=i)
-        self._made[i][trajectory.sample_index] = placed
-        self._count += 1
-        if self._on_progress is not None:
-            self._on_progress(self._count, len(self._tasks) * self.samples)
-        return i
-
-    def ended(self, i: int) -> int:
-        """How many samples of a task are there."""
-        return len(self._made[i])
-
-    def give_up(self, i: int) -> list[int]:
-        """Waits no longer for the samples of a task that are missing; their positions in their request."""
-        missing = [s for s in range(self.samples) if s not in self._made[i]]
-        self._given_up.update((i, s) for s in missing)
-        return [self._position(i, s)[1] for s in missing]
-
-    def all(self) -> Groups:
-        """Every trajectory, with empty ones in place of those that were given up."""
-        return [
-            [group.get(s) or self._aborted(i, s) for s in range(self.samples)]
-            for i, group in enumerate(self._made)
-        ]
-
-    def _position(self, i: int, sample: int) -> tuple[int, int]:
-        """Which client's request it is in, and where: tasks are dealt out in turn, each with all its samples."""
-        client = i % len(self._shares)
-        return client, self._shares[client].index(i) * self.samples + sample
-
-    def _aborted(self, i: int, sample: int) -> Trajectory:
-        if (i, sample) not in self._given_up:
-            raise RuntimeError(
-                "a sidecar ended the stream early: somebody else aborted the request"
-            )
-        client, ordinal = self._position(i, sample)
-        return Trajectory(
-            task_index=i,
-            sample_index=sample,
-            task_id=self._tasks[i].task_id,
-            data_source=self._tasks[i].data_source,
-            seed=self._requests[client].rollouts[ordinal].seed,
-            status="aborted",
-            error="still under way when its group had a quorum and the time of stragglers was over",
-            messages=self._tasks[i].messages,
-        )
-
-
 class _Stragglers:
-    """Aborts what is still under way some time after enough of its group have ended."""
+    """Gives up what is still under way some time after enough of its group have ended."""
 
     def __init__(self, enough: int, timeout_s: float):
         self._enough = enough
         self._timeout_s = timeout_s
-        self._aborting: dict[int, asyncio.Task[None]] = {}
+        self._dropping: dict[int, asyncio.Task[None]] = {}
 
-    def watch(
-        self, i: int, made: _Groups, abort: Callable[[list[int]], Coroutine[None, None, None]]
-    ) -> None:
-        """To be called when a trajectory of group i has come."""
-        if self._enough <= made.ended(i) < made.samples and i not in self._aborting:
-            self._aborting[i] = asyncio.create_task(self._abort_late(i, made, abort))
+    def watch(self, batch: Batch, group: Group) -> None:
+        """To be called when a trajectory of a group has come."""
+        enough = self._enough <= len(group.made) < len(group.seeds)
+        if enough and group.index not in self._dropping:
+            self._dropping[group.index] = asyncio.create_task(self._drop_late(batch, group))
 
     async def end(self) -> None:
         """Nobody is waited for any longer."""
-        for task in self._aborting.values():
+        for task in self._dropping.values():
             task.cancel()
-        await asyncio.gather(*self._aborting.values(), return_exceptions=True)
+        await asyncio.gather(*self._dropping.values(), return_exceptions=True)
 
-    async def _abort_late(
-        self, i: int, made: _Groups, abort: Callable[[list[int]], Coroutine[None, None, None]]
-    ) -> None:
+    async def _drop_late(self, batch: Batch, group: Group) -> None:
         await asyncio.sleep(self._timeout_s)
-        if late := made.give_up(i):
-            with suppress(SidecarError):  # whoever reads the stream will notice
-                await abort(late)
+        await batch.drop(group)
