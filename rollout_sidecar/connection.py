@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 import time
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -43,6 +44,8 @@ class Connection:
         self._timeout_s = timeout_s
         self._tls = _trusting(ca_file)
         self._session: aiohttp.ClientSession | None = None
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called when a connection was lost, before the next attempt."""
 
     async def __aenter__(self) -> Self:
         headers = {"Accept": MSGPACK, "Content-Type": MSGPACK}
@@ -162,6 +165,7 @@ class Connection:
                 " (python -m rollout_sidecar), or correct sidecar.urls",
                 kind="unreachable",
             ) from error
+        self.on_lost()
         await asyncio.sleep(min(left_s, MAX_BACKOFF_S, 0.1 * 2**failures))
 
     def _untrusted(self, error: aiohttp.ClientSSLError) -> SidecarError:

@@ -40,20 +40,20 @@ class Fleet:
         *,
         timeout_s: float,
         down_timeout_s: float,
-        period_s: float = HEALTH_PERIOD_S,
     ):
         """Nothing is asked yet.
 
         Args:
             timeout_s: how long one batch of rollouts may take.
             down_timeout_s: how long to wait, with no replica left, for one to come back.
-            period_s: between two looks at a replica.
         """
         self.replicas = [Replica(client) for client in clients]
         self.changed = asyncio.Event()
         """Set whenever a replica is lost or comes back, or has room."""
         self.version: int | None = None
         """Of the weights that were pushed last."""
+        self.period_s = HEALTH_PERIOD_S
+        """Between two looks at a replica."""
         self.resumed = self.restarted = 0
         """Trajectories that went on in another sidecar, and that began again, so far."""
         self._content_hash = ""
@@ -61,7 +61,6 @@ class Fleet:
         self._push_timeout_s = timeout_s
         self._timeout_s = timeout_s
         self._down_timeout_s = down_timeout_s
-        self._period_s = period_s
         self._hopeless_since: float | None = None
 
     async def open(self) -> list[Info]:
@@ -185,7 +184,7 @@ class Fleet:
 
     async def _watch(self, replica: Replica) -> None:
         while True:
-            await replica.next_look(self._period_s)
+            await replica.next_look(self.period_s)
             if replica.live:
                 why = await replica.look(self.version)
                 replica.misses = replica.misses + 1 if why else 0
@@ -264,7 +263,7 @@ class Fleet:
                 self.check_hope()
             except SidecarError as error:
                 raise PushError(str(error)) from error
-            await asyncio.sleep(min(self._period_s, self._down_timeout_s))
+            await asyncio.sleep(min(self.period_s, self._down_timeout_s))
 
     async def _answers(self, replica: Replica) -> bool:
         """Whether a push is worth trying. Those that were left out are asked first."""

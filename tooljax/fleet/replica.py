@@ -15,6 +15,8 @@ HEALTH_PERIOD_S = 5.0
 """Between two looks at a replica while rollouts are under way."""
 HEALTH_TIMEOUT_S = 10.0
 """How long it may take to answer one."""
+AGAIN_S = 0.5
+"""Between two looks at one that has just missed one."""
 MISSES = 2
 """Looks in a row that must fail before a replica that seemed sound is left out."""
 ABORT_S = 30.0
@@ -42,6 +44,7 @@ class Replica:
         self._failures = 0
         self._pieces: set[asyncio.Task[None]] = set()
         self._call = asyncio.Event()
+        client.on_lost = self._call.set
 
     @property
     def url(self) -> str:
@@ -104,9 +107,10 @@ class Replica:
     # --- health ---
 
     async def next_look(self, period_s: float) -> None:
-        """Returns when it is time to look: after a period, or soon after it was lost, later the oftener that is."""
+        """Returns when it is time to look: after a period, or soon after something went wrong there, later the oftener
+        it was left out."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(period_s):
+            async with asyncio.timeout(min(period_s, AGAIN_S) if self.misses else period_s):
                 await self._call.wait()
                 await asyncio.sleep(min(period_s, 0.01 * 4**self._failures))
         self._call.clear()
