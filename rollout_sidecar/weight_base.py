@@ -4,24 +4,16 @@ A delta is added in place, so that no second copy is needed, and every tensor is
 them: by its hash, and by holding no inf or NaN. `Applied.undo` brings the old bytes back if the engine refuses.
 """
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import xxhash
 
 from rollout_sidecar.engines.base import WeightTensor
 from rollout_sidecar.protocol import TensorEntry
+from rollout_sidecar.threads import in_threads
 from rollout_sidecar.weight_codec import Delta, decode
-
-T = TypeVar("T")
-Result = TypeVar("Result")
-
-WORKERS = min(8, os.cpu_count() or 1)
-"""Threads that verify at once. Hashing and NumPy leave Python to others meanwhile."""
 
 _EXPONENT = {
     "float32": (np.uint32, 0x7F80_0000),
@@ -151,13 +143,6 @@ def verify(entry: TensorEntry, data: np.ndarray) -> None:
     """BadTensor unless the bytes (flat uint8) hash to what the manifest says, and are all finite numbers."""
     _check_hash(entry, data)
     _check_finite(entry, data.view(_EXPONENT[entry.dtype][0]))
-
-
-def in_threads(function: Callable[[T], Result], items: Iterable[T]) -> list[Result]:
-    """The function of every item. All have ended when this returns, or raises what the first that failed raised."""
-    with ThreadPoolExecutor(WORKERS, thread_name_prefix="weights") as pool:
-        futures = [pool.submit(function, item) for item in items]
-    return [future.result() for future in futures]
 
 
 def _check_hash(entry: TensorEntry, data: np.ndarray) -> None:

@@ -21,6 +21,7 @@ from rollout_sidecar.protocol import (
     content_hash,
     encode,
 )
+from rollout_sidecar.weight_manifest import has_hashes
 
 T = TypeVar("T")
 
@@ -135,7 +136,7 @@ class _Push:
         return self.connection._decode(answer, wire_type)
 
     async def _completed(self) -> WeightsManifest:
-        if self.hashes is not None and self.complete is self.manifest:
+        if self.hashes is not None and not has_hashes(self.complete):
             pairs = zip(self.manifest.tensors, await self.hashes(), strict=True)
             tensors = [replace(entry, hash=text) for entry, text in pairs]
             self.complete = replace(self.manifest, tensors=tensors)

@@ -1,6 +1,5 @@
-"""Which 16-bit elements of an array changed, found where the array is: only positions and moves come to the host."""
-
-from functools import partial
+"""Which 16-bit elements of an array changed, found where the array is: one bit an element comes to the host, then the
+moves of those that changed."""
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +9,39 @@ from rollout_sidecar.weight_codec import Delta
 
 Index = tuple[slice, ...]
 
+LARGEST = 2**31 - 1
+"""Elements of a shard that 32-bit positions can name."""
+
 
 def find_changes(old: jax.Array, new: jax.Array, *, at_most: int) -> Delta | None:
-    """What changed from `old` to `new`; None if more than `at_most` elements did.
+    """What changed from `old` to `new`; None if more than `at_most` elements did, or a shard is larger than LARGEST.
 
     Each shard is compared on its own device, so that a sharded array is gathered nowhere. Shapes, dtypes (of 2 bytes)
-    and shardings must agree.
+    and shardings must agree. May run in several threads at once.
     """
     pairs = _shards(old, new)
-    counts = [int(count) for count in jax.device_get([_count(a, b) for _, a, b in pairs])]
-    if sum(counts) > at_most:
+    if any(shard.size > LARGEST for _, _, shard in pairs):
         return None
-    # Sizes from a short ladder, so that few are compiled.
-    found = [
-        _changes(a, b, size=min(_ladder(count), a.size)) if count else None
-        for count, (_, a, b) in zip(counts, pairs, strict=True)
+    planes = [_changed_bits(before, after) for _, before, after in pairs]
+    for plane in planes:
+        plane.copy_to_host_async()
+    found = [_positions(np.asarray(plane)) for plane in planes]
+    if sum(len(positions) for positions in found) > at_most:
+        return None
+    moved = [
+        _moves(before, after, _padded(positions)) if len(positions) else None
+        for positions, (_, before, after) in zip(found, pairs, strict=True)
     ]
-    positions: list[np.ndarray] = []
-    moves: list[np.ndarray] = []
-    for count, arrays, (index, shard, _) in zip(counts, found, pairs, strict=True):
-        if arrays is not None:
-            here, move = (np.asarray(array)[:count] for array in arrays)
-            positions.append(_global_positions(here, shard.shape, index, new.shape))
-            moves.append(move)
-    if not positions:
-        return Delta(np.zeros(0, np.int64), np.zeros(0, np.uint16))
-    at, by = np.concatenate(positions), np.concatenate(moves)
-    order = np.argsort(at, kind="stable")
-    return Delta(at[order], by[order])
+    at, by = [np.zeros(0, np.int64)], [np.zeros(0, np.uint16)]
+    for positions, moves, (index, shard, _) in zip(found, moved, pairs, strict=True):
+        if moves is not None:
+            at.append(_global_positions(positions, shard.shape, index, new.shape))
+            by.append(np.asarray(moves)[: len(positions)])
+    delta = Delta(np.concatenate(at), np.concatenate(by))
+    if len(pairs) == 1:
+        return delta
+    order = np.argsort(delta.positions, kind="stable")
+    return Delta(delta.positions[order], delta.moves[order])
 
 
 def bits(array: jax.Array) -> jax.Array:
@@ -46,15 +50,33 @@ def bits(array: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _count(old: jax.Array, new: jax.Array) -> jax.Array:
-    return jnp.sum(bits(old) != bits(new), dtype=jnp.int32)
+def _changed_bits(old: jax.Array, new: jax.Array) -> jax.Array:
+    """One bit an element: bit k of byte j is element k * len + j. Elementwise, so no device needs memory for it."""
+    changed = bits(old) != bits(new)
+    rows = jnp.pad(changed, (0, -changed.size % 8)).reshape(8, -1)
+    values = jnp.left_shift(jnp.uint8(1), jnp.arange(8, dtype=jnp.uint8))[:, None]
+    return jnp.sum(jnp.where(rows, values, jnp.uint8(0)), axis=0, dtype=jnp.uint8)
 
 
-@partial(jax.jit, static_argnames="size")
-def _changes(old: jax.Array, new: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    before, after = bits(old), bits(new)
-    (positions,) = jnp.nonzero(before != after, size=size, fill_value=0)
-    return positions, after[positions] - before[positions]
+def _positions(plane: np.ndarray) -> np.ndarray:
+    """Where the bits are set, as `_changed_bits` numbers them. Ascending."""
+    if not plane.any():
+        return np.zeros(0, np.int64)
+    one = np.uint8(1)
+    rows = [np.flatnonzero(((plane >> np.uint8(k)) & one).view(bool)) for k in range(8)]
+    return np.concatenate([row + k * plane.size for k, row in enumerate(rows)])
+
+
+@jax.jit
+def _moves(old: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+    return bits(new)[positions] - bits(old)[positions]
+
+
+def _padded(positions: np.ndarray) -> np.ndarray:
+    """As int32, of a length from a short ladder, so that few are compiled."""
+    padded = np.zeros(_ladder(len(positions)), np.int32)
+    padded[: len(positions)] = positions
+    return padded
 
 
 def _shards(old: jax.Array, new: jax.Array) -> list[tuple[Index, jax.Array, jax.Array]]:
@@ -77,7 +99,7 @@ def _global_positions(
 ) -> np.ndarray:
     """Positions in a flattened shard as positions in the flattened whole."""
     if shard_shape == shape:
-        return positions.astype(np.int64)
+        return positions
     coordinates = np.unravel_index(positions, shard_shape)
     starts = [part.indices(size)[0] for part, size in zip(index, shape, strict=True)]
     moved = tuple(c + start for c, start in zip(coordinates, starts, strict=True))

@@ -2,17 +2,22 @@
 
 import bisect
 import itertools
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import xxhash
 
 from rollout_sidecar.protocol import TensorEntry, content_hash
+from rollout_sidecar.threads import in_threads
 from rollout_sidecar.weight_codec import Delta, encode
 from tooljax.weights.changes import find_changes
 
@@ -22,11 +27,29 @@ WORTH_A_DELTA = 0.4
 """Above this share of changed elements a tensor is sent whole without trying: its delta would hardly be smaller."""
 
 AHEAD = 4
-"""Tensors that are on their way to the host while an earlier one is hashed."""
+"""Tensors that are on their way to the host while an earlier one is copied and hashed."""
 
 
 Coded = tuple[TensorEntry, memoryview]
 """A tensor's entry, and the bytes that it is sent as."""
+
+
+class Stopwatch:
+    """Seconds by stage, added up over the threads that worked on it."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the block's time."""
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[name] += perf_counter() - begun
 
 
 @dataclass
@@ -78,23 +101,17 @@ class Payload:
         """Length of the stream of a full push."""
         return sum(data.nbytes for data in self.data.values())
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the stream, from one tensor or several."""
-        pieces = []
-        index = bisect.bisect_right(self._ends, offset)
-        while nbytes > 0:
-            start = offset - self.entries[index].offset
-            piece = self.pieces[index][start : start + nbytes]
-            pieces.append(piece)
-            offset += piece.nbytes
-            nbytes -= piece.nbytes
-            index += 1
-        return b"".join(pieces)
+    def read(self, offset: int, nbytes: int) -> list[memoryview]:
+        """Bytes of the stream, from one tensor or several. Nothing is copied."""
+        return [
+            self.pieces[index][start:stop]
+            for index, start, stop in spans(self._ends, offset, nbytes)
+        ]
 
     def whole(self) -> "Payload":
         """The same content as a full push."""
         raw = [msgspec.structs.replace(entry, encoding="raw") for entry in self.entries]
-        coded = {entry.name: (entry, self.data[entry.name].data) for entry in raw}
+        coded = [(entry, self.data[entry.name].data) for entry in raw]
         return _assemble(coded, self.arrays, self.data)
 
     def acknowledged(self, version: int) -> Base:
@@ -109,81 +126,129 @@ class Payload:
         base.data.update(self.replaced)
 
 
-def full_payload(tensors: Iterable[tuple[str, jax.Array]], *, keep_arrays: bool) -> Payload:
+def full_payload(
+    tensors: Iterable[tuple[str, jax.Array]],
+    *,
+    keep_arrays: bool,
+    watch: Stopwatch,
+    arrived: Callable[[np.ndarray], None] = lambda data: None,
+) -> Payload:
     """Every tensor whole. They come to the host one after the other; the next ones are on their way meanwhile.
 
     Args:
         keep_arrays: the arrays stay on the devices, for the next push to be compared with.
+        arrived: is told of each tensor as soon as it is on the host, before it is hashed.
     """
-    coded: dict[str, Coded] = {}
+    coded: list[Coded] = []
     arrays: dict[str, jax.Array] = {}
     data: dict[str, np.ndarray] = {}
-    for name, array in _fetched_ahead(tensors):
-        data[name] = _to_host(name, array)
-        coded[name] = _raw(name, array, data[name])
+    for name, array, detached in _fetched_ahead(tensors):
+        with watch.stage("copy"):
+            data[name] = _to_host(detached)
+        arrived(data[name])
+        with watch.stage("hash"):
+            coded.append(_raw(name, array, data[name]))
         if keep_arrays:
             arrays[name] = array
     return _assemble(coded, arrays, data)
 
 
-def delta_payload(base: Base, tensors: Mapping[str, jax.Array]) -> Payload:
+def delta_payload(base: Base, tensors: Mapping[str, jax.Array], *, watch: Stopwatch) -> Payload:
     """What changed since `base`, whose host copy is brought up to date in place.
 
     Tensors of 16-bit elements are sent as deltas where that is smaller, others whole; those without a change are only
-    named.
+    named. Several tensors are worked on at once.
     """
-    coded: dict[str, Coded] = {}
     deltas: dict[str, Delta] = {}
     replaced: dict[str, np.ndarray] = {}
-    elements = changed = 0
-    for name, array in tensors.items():
+
+    def code(item: tuple[str, jax.Array]) -> tuple[Coded, int]:
+        """How one tensor is sent, and how many of its 16-bit elements changed."""
+        name, array = item
         old = base.data[name]
-        delta = None
-        if array.dtype.itemsize == 2:
-            elements += array.size
-            delta = find_changes(base.arrays[name], array, at_most=int(WORTH_A_DELTA * array.size))
-        code = b"" if delta is None or not delta.positions.size else encode(delta)
-        if delta is not None and not code:
-            coded[name] = _same(base.entries[name])
-        elif delta is not None and len(code) < old.nbytes:
-            delta.apply(old.view(np.uint16))
+        delta, piece = _delta(base.arrays[name], array, watch)
+        if delta is not None and not delta.positions.size:
+            return _same(base.entries[name]), 0
+        if delta is not None and len(piece) < old.nbytes:
+            with watch.stage("apply"):
+                delta.apply(old.view(np.uint16))
             deltas[name] = delta
-            changed += delta.positions.size
-            coded[name] = _entry(name, array, old, "delta"), memoryview(code)
-        else:
-            new = _to_host(name, array)
-            if array.dtype.itemsize == 2:
-                changed += int(np.count_nonzero(new.view(np.uint16) != old.view(np.uint16)))
-            coded[name] = _raw(name, array, new)
-            if coded[name][0].hash == base.entries[name].hash:
-                coded[name] = _same(base.entries[name])
-            else:
-                replaced[name], base.data[name] = old, new
-    payload = _assemble(coded, tensors, base.data)
+            with watch.stage("hash"):
+                entry = _entry(name, array, old, "delta")
+            return (entry, memoryview(piece)), delta.positions.size
+        with watch.stage("copy"):
+            new = _to_host(_detached(name, array))
+        with watch.stage("hash"):
+            raw = _raw(name, array, new)
+        if raw[0].hash == base.entries[name].hash:
+            return _same(base.entries[name]), 0
+        replaced[name], base.data[name] = old, new
+        if array.dtype.itemsize != 2:
+            return raw, 0
+        return raw, int(np.count_nonzero(new.view(np.uint16) != old.view(np.uint16)))
+
+    done = in_threads(code, tensors.items())
+    payload = _assemble([coded for coded, _ in done], tensors, base.data)
     payload.base, payload.deltas, payload.replaced = base, deltas, replaced
-    payload.elements, payload.changed_elements = elements, changed
+    payload.elements = sum(a.size for a in tensors.values() if a.dtype.itemsize == 2)
+    payload.changed_elements = sum(changed for _, changed in done)
     return payload
+
+
+def layout(shapes: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorEntry]:
+    """The entries of a full push of tensors (name, dtype, shape), without their hashes."""
+    entries, offset = [], 0
+    for name, dtype, shape in shapes:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        entries.append(_new_entry(name, dtype, shape, offset=offset, nbytes=nbytes))
+        offset += nbytes
+    return entries
+
+
+def spans(ends: Sequence[int], offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Which pieces hold the bytes of a stream from `offset` on: (index, start, stop) within each. `ends` are where the
+    pieces end in the stream."""
+    index = bisect.bisect_right(ends, offset)
+    while nbytes > 0 and index < len(ends):
+        begin = ends[index - 1] if index else 0
+        start, stop = offset - begin, min(offset + nbytes, ends[index]) - begin
+        yield index, start, stop
+        offset, nbytes = offset + stop - start, nbytes - (stop - start)
+        index += 1
+
+
+def _delta(old: jax.Array, new: jax.Array, watch: Stopwatch) -> tuple[Delta | None, bytes]:
+    """What changed and its code, if a delta may be worth it."""
+    if new.dtype.itemsize != 2:
+        return None, b""
+    with watch.stage("find"):
+        delta = find_changes(old, new, at_most=int(WORTH_A_DELTA * new.size))
+    if delta is None or not delta.positions.size:
+        return delta, b""
+    with watch.stage("encode"):
+        return delta, encode(delta)
 
 
 def _fetched_ahead(
     tensors: Iterable[tuple[str, jax.Array]],
-) -> Iterator[tuple[str, jax.Array]]:
-    """The same tensors, each with the next AHEAD ones on their way to the host."""
-    waiting: deque[tuple[str, jax.Array]] = deque()
+) -> Iterator[tuple[str, jax.Array, jax.Array]]:
+    """Each tensor, and what to fetch it by, with the next AHEAD ones on their way to the host."""
+    waiting: deque[tuple[str, jax.Array, jax.Array]] = deque()
     for name, array in tensors:
-        array.copy_to_host_async()
-        waiting.append((name, array))
+        detached = _detached(name, array)
+        detached.copy_to_host_async()
+        waiting.append((name, array, detached))
         if len(waiting) > AHEAD:
             yield waiting.popleft()
     yield from waiting
 
 
 def _assemble(
-    coded: Mapping[str, Coded], arrays: Mapping[str, jax.Array], data: dict[str, np.ndarray]
+    coded: Sequence[Coded], arrays: Mapping[str, jax.Array], data: dict[str, np.ndarray]
 ) -> Payload:
     """Lays the pieces end to end."""
     entries, pieces, offset = [], [], 0
-    for entry, piece in coded.values():
+    for entry, piece in coded:
         entries.append(msgspec.structs.replace(entry, offset=offset, nbytes=piece.nbytes))
         pieces.append(piece)
         offset += piece.nbytes
@@ -200,23 +265,54 @@ def _raw(name: str, array: jax.Array, data: np.ndarray) -> Coded:
 
 def _entry(name: str, array: jax.Array, data: np.ndarray, encoding: str) -> TensorEntry:
     """Offset and length are known when the pieces are laid end to end."""
+    digest = xxhash.xxh3_128_hexdigest(data.data)
+    return _new_entry(name, str(array.dtype), array.shape, hash=digest, encoding=encoding)
+
+
+def _new_entry(
+    name: str,
+    dtype: str,
+    shape: Sequence[int],
+    *,
+    offset: int = 0,
+    nbytes: int = 0,
+    hash: str = "",
+    encoding: str = "raw",
+) -> TensorEntry:
     return TensorEntry(
         name=name,
-        dtype=str(array.dtype),  # type: ignore[arg-type]
-        shape=list(array.shape),
-        offset=0,
-        nbytes=0,
-        hash=xxhash.xxh3_128_hexdigest(data.data),
+        dtype=dtype,  # type: ignore[arg-type]
+        shape=list(shape),
+        offset=offset,
+        nbytes=nbytes,
+        hash=hash,
         encoding=encoding,  # type: ignore[arg-type]
     )
 
 
-def _to_host(name: str, array: jax.Array) -> np.ndarray:
+@jax.jit
+def _bits(array: jax.Array) -> jax.Array:
+    kind = {2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(array, kind)
+
+
+def _detached(name: str, array: jax.Array) -> jax.Array:
+    """The same bits in an array of their own, if need be: JAX keeps an array's host copy for as long as it lives."""
+    if str(array.dtype) not in DTYPES:
+        raise ValueError(f"{name} is {array.dtype}; weights are pushed as {', '.join(DTYPES)}")
+    devices = array.sharding.device_set
+    here = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    return array if here else _bits(array)
+
+
+def _to_host(detached: jax.Array) -> np.ndarray:
     """The bytes of an array, flat and our own to change.
 
     JAX runs on little-endian machines only, which is the order on the wire.
     """
-    if str(array.dtype) not in DTYPES:
-        raise ValueError(f"{name} is {array.dtype}; weights are pushed as {', '.join(DTYPES)}")
-    # A copy: on a CPU, NumPy would look into JAX's own memory.
-    return np.array(array, copy=True, order="C").reshape(-1).view(np.uint8)
+    host = np.asarray(detached)
+    if host.flags.owndata:  # made for this, and known to nobody else
+        host.flags.writeable = True
+    else:  # on a CPU, NumPy looks into JAX's own memory
+        host = np.array(host, copy=True, order="C")
+    return host.reshape(-1).view(np.uint8)

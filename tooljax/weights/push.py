@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +11,21 @@ from typing import Literal
 import jax
 
 from rollout_sidecar.client import SidecarClient, SidecarError
-from rollout_sidecar.protocol import WeightsManifest, content_hash
-from tooljax.weights.payload import Base, Payload, delta_payload, full_payload
+from rollout_sidecar.protocol import TensorEntry, WeightsManifest, content_hash
+from rollout_sidecar.weight_codec import entropy_floor_bits
+from tooljax.weights.outgoing import Outgoing, Streamed, known, without_hashes
+from tooljax.weights.payload import (
+    Base,
+    Payload,
+    Stopwatch,
+    delta_payload,
+    full_payload,
+    layout,
+)
 
-ANOTHER_BASE = ("wrong_base", "hash_mismatch")
-"""Answers of a sidecar that lacks the base of a delta, or whose copy of it is damaged: it gets everything."""
-
+AGAIN_WHOLE = ("wrong_base", "hash_mismatch")
+"""Answers of a sidecar that lacks the base of a delta, whose copy of it is damaged, or that got damaged bytes: it gets
+everything, once."""
 
 InFlight = Literal["continue", "finish"]
 
@@ -50,6 +60,13 @@ class PushReport:
     """16-bit elements that were compared with the base; 0 in a full push."""
     full_resends: int
     """Sidecars that did not have the base, and got everything."""
+    stages: dict[str, float]
+    """Seconds by stage, added up over threads: find, encode, apply, copy, hash. And by the clock: code, send."""
+
+    @property
+    def floor_bytes(self) -> float:
+        """What the changes would take at least, their positions and new values coded without knowing anything else."""
+        return entropy_floor_bits(self.elements, self.changed_elements) / 8
 
     def metrics(self) -> dict[str, float]:
         """What a step logs of its push."""
@@ -60,6 +77,8 @@ class PushReport:
         }
         if self.elements:
             metrics["weights/changed_frac"] = self.changed_elements / self.elements
+        if self.changed_elements:
+            metrics["weights/floor_ratio"] = self.bytes / self.floor_bytes
         return metrics
 
 
@@ -81,6 +100,8 @@ class WeightSender:
         self._mode = mode
         self._part_bytes = part_bytes
         self._base: Base | None = None
+        self._layout: list[TensorEntry] | None = None
+        """Of a full push in full mode, once one was made."""
         self._last: tuple[Payload, int] | None = None
 
     async def push(
@@ -105,19 +126,26 @@ class WeightSender:
             deliver: decides who gets it; default: all get it, and all must acknowledge it.
         """
         started = time.monotonic()
+        watch = Stopwatch()
         self._last = None  # its bytes may change now
         # The host has one copy, the base, which is changed in place: until that is acknowledged there is no base.
         base, self._base = self._base, None
-        payload = await asyncio.to_thread(self._code, base, tensors)
+        outgoing = await self._outgoing(base, tensors, watch)
+        watch.seconds["code"] = time.monotonic() - started
         try:
-            send = partial(self._send, payload, version, in_flight)
+            send = partial(self._send, outgoing, version, in_flight)
             resent = await (deliver or partial(self._to_all, version, timeout_s))(send)
+            payload = await outgoing.payload()
         except BaseException:
-            if payload.base is not None and base is not None:
-                payload.undo(base)
-                self._base = base
+            self._layout = None
+            if outgoing.base is not None:
+                (await outgoing.payload()).undo(outgoing.base)
+                self._base = outgoing.base
             raise
-        if any(array.dtype.itemsize == 2 for array in payload.arrays.values()):
+        watch.seconds["send"] = time.monotonic() - started - watch.seconds["code"]
+        if self._mode == "full":
+            self._layout = without_hashes(payload.entries)
+        elif any(array.dtype.itemsize == 2 for array in payload.arrays.values()):
             self._base = payload.acknowledged(version)
         self._last = payload, version
         return PushReport(
@@ -129,6 +157,7 @@ class WeightSender:
             changed_elements=payload.changed_elements,
             elements=payload.elements,
             full_resends=resent,
+            stages=dict(watch.seconds),
         )
 
     async def catch_up(self, client: SidecarClient) -> None:
@@ -140,13 +169,20 @@ class WeightSender:
         payload, version = self._last
         await self._send_whole(payload, version, "continue", client)
 
-    def _code(self, base: Base | None, tensors: Iterable[tuple[str, jax.Array]]) -> Payload:
+    async def _outgoing(
+        self, base: Base | None, tensors: Iterable[tuple[str, jax.Array]], watch: Stopwatch
+    ) -> Outgoing:
+        """What to send. A full push is sent while it comes to the host, if it is known what will come."""
         if self._mode == "full":
-            return full_payload(tensors, keep_arrays=False)
+            if self._layout is not None:
+                return Streamed(self._layout, tensors, keep_arrays=False, watch=watch)
+            fetch = partial(full_payload, tensors, keep_arrays=False, watch=watch)
+            return known(await asyncio.to_thread(fetch))
         named = dict(tensors)
         if base is not None and base.fits(named):
-            return delta_payload(base, named)
-        return full_payload(named.items(), keep_arrays=True)
+            return known(await asyncio.to_thread(partial(delta_payload, base, named, watch=watch)))
+        shapes = ((name, str(array.dtype), array.shape) for name, array in named.items())
+        return Streamed(layout(shapes), named.items(), keep_arrays=True, watch=watch)
 
     async def _to_all(self, version: int, timeout_s: float, send: Send) -> int:
         """How many sidecars got everything although a delta was meant for them."""
@@ -175,34 +211,37 @@ class WeightSender:
         return sum(result is True for result in results)
 
     async def _send(
-        self, payload: Payload, version: int, in_flight: InFlight, client: SidecarClient
+        self, outgoing: Outgoing, version: int, in_flight: InFlight, client: SidecarClient
     ) -> bool:
         """Whether the sidecar got everything although a delta was meant for it.
 
         The client compares each acknowledgement with the version and the hash of the manifest.
         """
+        base = outgoing.base
         manifest = WeightsManifest(
-            tensors=payload.entries,
-            payload_bytes=payload.nbytes,
+            push_id=uuid.uuid4().hex,
+            tensors=outgoing.entries,
+            payload_bytes=outgoing.nbytes,
             part_bytes=self._part_bytes,
-            base_version=payload.base.version if payload.base else None,
-            base_hash=payload.base.content_hash if payload.base else "",
+            base_version=base.version if base else None,
+            base_hash=base.content_hash if base else "",
             in_flight=in_flight,
         )
         try:
-            await client.push_weights(version, manifest, payload.read)
+            await client.push_weights(version, manifest, outgoing.read, outgoing.hashes)
             return False
         except SidecarError as error:
-            if payload.base is None or error.kind not in ANOTHER_BASE:
+            if error.kind not in AGAIN_WHOLE:
                 raise
-        await self._send_whole(payload, version, in_flight, client)
-        return True
+        await self._send_whole(await outgoing.payload(), version, in_flight, client)
+        return base is not None
 
     async def _send_whole(
         self, payload: Payload, version: int, in_flight: InFlight, client: SidecarClient
     ) -> None:
         whole = payload.whole()
         manifest = WeightsManifest(
+            push_id=uuid.uuid4().hex,
             tensors=whole.entries,
             payload_bytes=whole.nbytes,
             part_bytes=self._part_bytes,
