@@ -19,6 +19,10 @@ class BaseInteraction:
     stops.
     """
 
+    stateless: bool = False
+    """Replies and scores depend on the messages alone: a trajectory with replies can go on in another sidecar. The
+    entry's config may say so too (`stateless: true`)."""
+
     def __init__(self, config: dict[str, Any]):
         """Made once, when the sidecar starts.
 
