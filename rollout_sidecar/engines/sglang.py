@@ -12,27 +12,28 @@ ids have a fixed width; seeds are read in deterministic mode only; the weight ve
 import asyncio
 import logging
 import math
-import os
-import signal
-import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, WeightTensor
 from rollout_sidecar.engines.hf_tensors import check_tensors, read_model_config, tensor_shapes
+from rollout_sidecar.engines.sglang_process import SglangProcesses, end_this_process
+from rollout_sidecar.engines.sglang_sampling import Part, read_output, request_arguments
 from rollout_sidecar.engines.sglang_setup import (
     SglangOptions,
     check_version,
     engine_arguments,
-    make_engine,
+    metrics_text,
     sglang_module,
 )
 from rollout_sidecar.protocol import VersionSpan
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,12 @@ IO = "srt.managers.io_struct"
 
 FLUSH_TIMEOUT_S = 5.0
 """How long SGLang may take to see that it is idle."""
+
+ABORT_TIMEOUT_S = 2.0
+"""After this, generations that did not end when asked are asked again, all together."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long a generation may take to end before its processes are."""
 
 
 @dataclass
@@ -55,15 +62,8 @@ class _Turn:
     """Asked to end."""
 
 
-@dataclass
-class _Part:
-    """What one request to SGLang sampled."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish: str
-    """stop, length or abort."""
-    cached_tokens: int
+class EngineEnded(RuntimeError):
+    """SGLang will not answer any more."""
 
 
 class SglangEngine:
@@ -72,22 +72,35 @@ class SglangEngine:
     name = "sglang"
 
     def __init__(
-        self, model_path: str, *, max_model_tokens: int, options: SglangOptions | None = None
+        self,
+        model_path: str,
+        *,
+        max_model_tokens: int,
+        options: SglangOptions | None = None,
+        on_failure: Callable[[str], object] = end_this_process,
     ):
-        """Reads the model's config and tensor shapes; nothing of SGLang is imported before `start`."""
+        """Reads the model's config and tensor shapes; nothing of SGLang is imported before `start`.
+
+        Args:
+            on_failure: is told when a process of SGLang ends by itself, after every generation has failed. The engine
+                does not come back.
+        """
         self.policy_version = 0
         self.max_model_tokens = max_model_tokens
         self.options = options or SglangOptions()
         self.vocab_size = int(read_model_config(Path(model_path))["vocab_size"])
         self._shapes = tensor_shapes(Path(model_path))
         self._model_path = model_path
-        self._engine: Any = None
+        self._on_failure = on_failure
+        self._processes = SglangProcesses(self._failed)
+        self._tokenizer_manager: Any = None
         self._turns: dict[str, _Turn] = {}
         self._in_engine = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = asyncio.Event()
-        self._fault = "it has not been started"
+        self._ended = asyncio.Event()
+        self.fault = "it has not been started"
         """Why nothing can be generated; "" when it can."""
         self.pause_s = 0.0
         """How long the last swap held generation up."""
@@ -95,16 +108,12 @@ class SglangEngine:
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts SGLang's processes and serves one probe."""
+        """Starts SGLang's processes and serves one probe. ValueError says in a sentence why they did not start."""
         check_version(any_version=self.options.any_version)
         begun = time.monotonic()
-        # Off the loop, so that /healthz answers; SGLang then leaves signals alone, and its child processes ask for
-        # this one's end with SIGQUIT when they fail.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, self._scheduler_died)
-        self._engine = await asyncio.to_thread(
-            make_engine, engine_arguments(self._model_path, self.max_model_tokens, self.options)
-        )
-        self._fault = ""
+        arguments = engine_arguments(self._model_path, self.max_model_tokens, self.options)
+        self._tokenizer_manager = await self._processes.start(arguments)
+        self.fault = ""
         self._open.set()
         await self._probe()
         _log.info("SGLang is up after %.1f s", time.monotonic() - begun)
@@ -113,106 +122,102 @@ class SglangEngine:
         """Ends every generation as "aborted", then SGLang's processes."""
         for trajectory_id in list(self._turns):
             await self.abort(trajectory_id)
-        engine, self._engine = self._engine, None
-        self._fault = "it was closed"
+        self.fault = "it was closed"
         self._open.set()
-        if engine is not None:
-            await asyncio.to_thread(engine.shutdown)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), CLOSE_TIMEOUT_S)
+        self._ended.set()
+        self._tokenizer_manager = None
+        await self._processes.close()
 
-    def _scheduler_died(self) -> None:
-        _log.error("a process of SGLang failed (see the lines above); the sidecar ends")
-        sglang_module("srt.utils").kill_process_tree(os.getpid(), include_parent=False)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    def metrics_text(self) -> str:
+        """SGLang's own metrics as Prometheus text, under its names. May take a while: it reads files."""
+        return "" if self._tokenizer_manager is None else metrics_text()
+
+    def log_lines(self) -> list[str]:
+        """The last lines that SGLang's processes wrote to stderr."""
+        return self._processes.log.lines()
+
+    def _failed(self, reason: str) -> None:
+        self.fault = reason
+        self._open.set()
+        self._ended.set()
+        self._on_failure(reason)
 
     # --- generation ---------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Samples one turn, in as many parts as weights are swapped meanwhile."""
         turn = self._turns[request.trajectory_id] = _Turn()
-        token_ids: list[int] = []
-        log_probs: list[float] = []
-        spans: list[VersionSpan] = []
-        cached_tokens = 0
+        parts: list[tuple[int, Part]] = []
         finish = "aborted"
         try:
             while not turn.aborted:
                 await self._open.wait()
-                self._require_sound()
                 if turn.aborted:
                     break
+                self._require_sound()
                 turn.interrupted = False
-                version, start = self.policy_version, len(token_ids)
-                part = await self._sample(turn, request, token_ids)
-                token_ids += part.token_ids
-                log_probs += part.log_probs
-                if part.token_ids:
-                    spans.append(
-                        VersionSpan(start=start, end=len(token_ids), policy_version=version)
-                    )
-                if start == 0:
-                    cached_tokens = part.cached_tokens
+                version = self.policy_version
+                sampled = [token_id for _, part in parts for token_id in part.token_ids]
+                part = await self._sample(turn, request, sampled)
+                parts.append((version, part))
                 if part.finish != "abort":
                     finish = part.finish
                     break
                 if not (turn.interrupted or turn.aborted):
                     raise RuntimeError("SGLang ended a generation that nobody had asked it to end")
+        except EngineEnded:
+            if not turn.aborted:
+                raise
         finally:
             del self._turns[request.trajectory_id]
+        return self._result(parts, finish)
+
+    def _result(self, parts: list[tuple[int, Part]], finish: str) -> GenerateResult:
+        """One result of what was sampled in parts, each under one version."""
+        spans: list[VersionSpan] = []
+        for version, part in parts:
+            start = spans[-1].end if spans else 0
+            end = start + len(part.token_ids)
+            if end > start:
+                spans.append(VersionSpan(start=start, end=end, policy_version=version))
         return GenerateResult(
-            token_ids=token_ids,
-            log_probs=log_probs,
+            token_ids=[token_id for _, part in parts for token_id in part.token_ids],
+            log_probs=[log_prob for _, part in parts for log_prob in part.log_probs],
             finish=finish,  # type: ignore[arg-type]
             policy_version=spans[-1].policy_version if spans else self.policy_version,
             version_spans=spans,
-            cached_tokens=cached_tokens,
+            cached_tokens=parts[0][1].cached_tokens if parts else 0,
         )
 
-    async def _sample(self, turn: _Turn, request: GenerateRequest, sampled: list[int]) -> _Part:
+    async def _sample(self, turn: _Turn, request: GenerateRequest, sampled: list[int]) -> Part:
         """One request to SGLang, from the context and what has been sampled of this turn so far."""
+        arguments = request_arguments(request, sampled, deterministic=self.options.deterministic)
         turn.request_id = uuid.uuid4().hex  # of fixed width: SGLang aborts by prefix
         self._enter()
         try:
-            generator = self._manager.generate_request(
-                sglang_module(IO).GenerateReqInput(
-                    rid=turn.request_id,
-                    input_ids=request.token_ids + sampled,
-                    sampling_params=self._sampling_params(request, len(sampled)),
-                    return_logprob=True,
-                    logprob_start_len=-1,
-                    # A namespace of the prefix cache: no version reads another's keys and values.
-                    extra_key=f"version {self.policy_version}",
-                ),
-                None,
-            )
-            output = await anext(generator)
+            # A namespace of the prefix cache: no version reads another's keys and values.
+            key = f"version {self.policy_version}"
+            output = await self._ask(rid=turn.request_id, extra_key=key, **arguments)
         except asyncio.CancelledError:
-            self._manager.abort_request(turn.request_id)
+            if self._tokenizer_manager is not None:
+                self._manager.abort_request(turn.request_id)
             raise
         except Exception as error:
             if type(error).__name__ == "RequestAbortedError":  # before it reached the scheduler
-                return _Part([], [], "abort", 0)
+                return Part([], [], "abort", 0)
             raise
         finally:
             turn.request_id = ""
             self._leave()
         return read_output(output, request.stop_ids)
 
-    def _sampling_params(self, request: GenerateRequest, sampled: int) -> dict[str, Any]:
-        sampling = request.sampling
-        params: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "max_new_tokens": request.max_tokens - sampled,
-            "stop_token_ids": sorted(request.stop_ids),
-            "no_stop_trim": True,
-            "skip_special_tokens": False,
-        }
-        if self.options.deterministic:
-            params["sampling_seed"] = request.seed % 2**31
-        return params
+    async def _ask(self, **arguments: Any) -> dict[str, Any]:
+        """Sends a request and returns its one answer. Read to its end: SGLang holds a lock until then."""
+        request = sglang_module(IO).GenerateReqInput(**arguments)
+        answers = self._manager.generate_request(request, None)
+        return (await self._answer(_all(answers)))[-1]
 
     async def abort(self, trajectory_id: str) -> None:
         """Ends the trajectory's running generation, which returns what it has."""
@@ -242,21 +247,21 @@ class SglangEngine:
         from rollout_sidecar.engines.sglang_weights import stage
 
         check_tensors(tensors, self._shapes)
-        if changed is not None and not self._fault:
+        if changed is not None and not self.fault:
             tensors = {name: tensors[name] for name in tensors if name in changed}
-        device = "cuda" if self._on_one_gpu else "cpu"
+        device = f"cuda:{self.options.first_gpu}" if self._on_one_gpu else "cpu"
         buckets = await asyncio.to_thread(stage, tensors, self.options.bucket_bytes, device)
         begun = time.monotonic()
         self._open.clear()
         try:
             await self._empty()
-            self._fault = f"the swap to version {policy_version} failed half way; push again"
+            self.fault = f"the swap to version {policy_version} failed half way; push again"
             async with self._weight_update():
                 for bucket in buckets:
                     await self._hand_over(bucket)
             await self._forget_prefixes()
             self.policy_version = policy_version
-            self._fault = ""
+            self.fault = ""
             await self._probe()
         finally:
             self.pause_s = time.monotonic() - begun
@@ -268,7 +273,12 @@ class SglangEngine:
             if turn.request_id:
                 turn.interrupted = True
                 self._manager.abort_request(turn.request_id)
-        await self._idle.wait()
+        while not self._idle.is_set():
+            try:
+                await asyncio.wait_for(self._idle.wait(), ABORT_TIMEOUT_S)
+            except TimeoutError:
+                self._require_sound()
+                self._manager.abort_request(abort_all=True)
 
     @asynccontextmanager
     async def _weight_update(self) -> AsyncIterator[None]:
@@ -277,11 +287,12 @@ class SglangEngine:
         if not hasattr(manager, "begin_weight_update"):
             yield
             return
-        _require(await manager.begin_weight_update(io.BeginWeightUpdateReqInput(), None))
+        begin, end = io.BeginWeightUpdateReqInput(), io.EndWeightUpdateReqInput()
+        _require(await self._answer(manager.begin_weight_update(begin, None)))
         try:
             yield
         finally:
-            _require(await manager.end_weight_update(io.EndWeightUpdateReqInput(), None))
+            _require(await self._answer(manager.end_weight_update(end, None)))
 
     async def _hand_over(self, bucket: bytes) -> None:
         update = sglang_module(IO).UpdateWeightsFromTensorReqInput(
@@ -289,10 +300,10 @@ class SglangEngine:
             load_format="flattened_bucket",
             flush_cache=False,
         )
-        _require(await self._manager.update_weights_from_tensor(update, None))
+        _require(await self._answer(self._manager.update_weights_from_tensor(update, None)))
 
     async def _forget_prefixes(self) -> None:
-        answer = await self._manager.flush_cache(timeout_s=FLUSH_TIMEOUT_S)
+        answer = await self._answer(self._manager.flush_cache(timeout_s=FLUSH_TIMEOUT_S))
         if not answer.success:
             raise RuntimeError(
                 f"SGLang did not drop its prefix cache within {FLUSH_TIMEOUT_S:g} s: "
@@ -301,39 +312,49 @@ class SglangEngine:
 
     async def _probe(self) -> None:
         """One greedy token: the engine answers, and its weights give finite log-probs."""
-        params = {"temperature": 0.0, "max_new_tokens": 1}
-        request = sglang_module(IO).GenerateReqInput(
+        output = await self._ask(
             rid=uuid.uuid4().hex,
             input_ids=[0, min(1, self.vocab_size - 1)],
-            sampling_params=params,
+            sampling_params={"temperature": 0.0, "max_new_tokens": 1},
             return_logprob=True,
             extra_key="probe",
         )
-        output = await anext(self._manager.generate_request(request, None))
         log_prob = output["meta_info"]["output_token_logprobs"][0][0]
         if log_prob is None or not math.isfinite(log_prob):
-            self._fault = (
+            self.fault = (
                 f"weights {self.policy_version} give the log-prob {log_prob}; push finite ones"
             )
-            raise RuntimeError(self._fault)
+            raise RuntimeError(self.fault)
 
     # --- small parts --------------------------------------------------------------------------------------------
 
     @property
     def _manager(self) -> Any:
         """SGLang's tokenizer manager: what its HTTP server itself talks to."""
-        if self._engine is None:
-            raise RuntimeError(f"SGLang cannot be asked: {self._fault or 'it was closed'}")
-        return self._engine.tokenizer_manager
+        if self._tokenizer_manager is None:
+            raise RuntimeError(f"SGLang cannot be asked: {self.fault}")
+        return self._tokenizer_manager
 
     @property
     def _on_one_gpu(self) -> bool:
         on_cpu = self.options.extra.get("device") == "cpu"
         return not on_cpu and self.options.tensor_parallel == 1
 
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """What SGLang answers. EngineEnded if its processes end first."""
+        answer, ended = asyncio.ensure_future(call), asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait({answer, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            raise EngineEnded(f"SGLang does not answer: {self.fault}")
+        finally:
+            answer.cancel()
+            ended.cancel()
+
     def _require_sound(self) -> None:
-        if self._fault:
-            raise RuntimeError(f"SGLang cannot generate: {self._fault}")
+        if self.fault:
+            raise RuntimeError(f"SGLang cannot generate: {self.fault}")
 
     def _enter(self) -> None:
         self._in_engine += 1
@@ -345,28 +366,8 @@ class SglangEngine:
             self._idle.set()
 
 
-def read_output(output: Mapping[str, Any], stop_ids: frozenset[int]) -> _Part:
-    """Ids and log-probs of one answer, the matched stop id once at its end.
-
-    Releases differ in whether output_ids holds the stop id; output_token_logprobs always does.
-    """
-    meta = output["meta_info"]
-    reason = meta["finish_reason"] or {"type": "abort"}
-    pairs = [(float(entry[0]), int(entry[1])) for entry in meta.get("output_token_logprobs") or ()]
-    if reason["type"] == "abort" and reason.get("status_code"):
-        raise RuntimeError(f"SGLang refused the request: {reason.get('message')}")
-    if reason["type"] == "stop":
-        matched = reason.get("matched")
-        while len(pairs) > 1 and pairs[-1][1] == matched and pairs[-2][1] == matched:
-            pairs.pop()
-        if not pairs or pairs[-1][1] not in stop_ids:
-            raise RuntimeError(f"SGLang stopped at {matched!r}, which is not in its answer")
-    return _Part(
-        [token_id for _, token_id in pairs],
-        [log_prob for log_prob, _ in pairs],
-        reason["type"],
-        int(meta.get("cached_tokens") or 0),
-    )
+async def _all(answers: AsyncIterator[T]) -> list[T]:
+    return [answer async for answer in answers]
 
 
 def _require(answer: tuple[bool, str]) -> None:

@@ -22,6 +22,8 @@ class SglangOptions:
     tensor_parallel: int = 1
     max_running: int = 256
     """Generations at once; more wait in SGLang's queue."""
+    first_gpu: int = 0
+    """Of the tensor_parallel GPUs in a row that this engine takes."""
     memory_fraction: float = 0.85
     """Of the GPU's memory, for weights and KV cache together."""
     deterministic: bool = False
@@ -55,10 +57,11 @@ def engine_arguments(
         "enable_memory_saver": options.memory_saver,
         "enable_metrics": True,
         "grammar_backend": "none",
-        "sampling_backend": "pytorch",
         "random_seed": 0,
         "log_level": "warning",
     }
+    if options.first_gpu:
+        arguments["base_gpu_id"] = options.first_gpu
     return arguments | dict(options.extra)
 
 
@@ -93,3 +96,11 @@ def make_engine(arguments: dict[str, Any]) -> Any:
     if unknown:
         _log.warning("SGLang %s has no arguments %s: left out", sglang.__version__, unknown)
     return sglang.Engine(**{key: value for key, value in arguments.items() if key in known})
+
+
+def metrics_text() -> str:
+    """What all SGLang processes of this one count, as Prometheus text (version 0.0.4). They write it to files."""
+    client = importlib.import_module("prometheus_client")
+    registry = client.CollectorRegistry()
+    importlib.import_module("prometheus_client.multiprocess").MultiProcessCollector(registry)
+    return client.generate_latest(registry).decode()

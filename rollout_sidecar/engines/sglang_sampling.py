@@ -1,0 +1,107 @@
+"""One request to SGLang and its answer: sampling options in, token ids with their log-probs out.
+
+Log-probs are those that SGLang reports of the tokens it sampled, never those of a prefill (which ignore the
+temperature). By case:
+
+    temperature 0             of the untempered softmax
+    temperature alone         of softmax(logits / temperature)
+    with a top_k              of that, renormalised over what top_k and top_p leave (SGLang's sampling masks)
+    with a top_p, no top_k    refused: SGLang reports the log-probs before the cut, and no mask without a top_k
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_sidecar.engines.base import GenerateRequest
+from rollout_sidecar.protocol import SamplingParams
+
+
+@dataclass
+class Part:
+    """What one request to SGLang sampled."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish: str
+    """stop, length or abort."""
+    cached_tokens: int
+
+
+def request_arguments(
+    request: GenerateRequest, sampled: list[int], *, deterministic: bool
+) -> dict[str, Any]:
+    """Arguments of GenerateReqInput that go on from the context and what has been sampled of this turn so far.
+
+    ValueError if the log-probs of the sampled distribution cannot be had.
+    """
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": request.max_tokens - len(sampled),
+        "stop_token_ids": sorted(request.stop_ids),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    if deterministic:
+        # SGLang adds the position to the seed, so that what goes on after a swap does not repeat itself.
+        params["sampling_seed"] = request.seed % 2**31
+    return {
+        "input_ids": request.token_ids + sampled,
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "return_sampling_mask": _is_cut(sampling),
+    }
+
+
+def _is_cut(sampling: SamplingParams) -> bool:
+    """Whether top_k or top_p make the sampled distribution another than the softmax."""
+    if sampling.temperature == 0:
+        return False
+    if sampling.top_p < 1 and not sampling.top_k:
+        raise ValueError(
+            f"top_p={sampling.top_p:g} without a top_k: SGLang gives log-probs of what top_p leaves only together "
+            "with a top_k; set sampling.top_k too (for example 256), or sampling.top_p = 1"
+        )
+    return sampling.top_k > 0
+
+
+def read_output(output: Mapping[str, Any], stop_ids: frozenset[int]) -> Part:
+    """Ids and log-probs of one answer, the matched stop id once at its end.
+
+    Releases differ in whether output_ids holds the stop id; output_token_logprobs always does.
+    """
+    meta = output["meta_info"]
+    reason = meta["finish_reason"] or {"type": "abort"}
+    if reason["type"] == "abort" and reason.get("status_code"):
+        raise RuntimeError(f"SGLang refused the request: {reason.get('message')}")
+    pairs = _pairs(meta)
+    if reason["type"] == "stop":
+        matched = reason.get("matched")
+        while len(pairs) > 1 and pairs[-1][0] == matched and pairs[-2][0] == matched:
+            pairs.pop()
+        if not pairs or pairs[-1][0] not in stop_ids:
+            raise RuntimeError(f"SGLang stopped at {matched!r}, which is not in its answer")
+    return Part(
+        [token_id for token_id, _ in pairs],
+        [log_prob for _, log_prob in pairs],
+        reason["type"],
+        int(meta.get("cached_tokens") or 0),
+    )
+
+
+def _pairs(meta: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """Each sampled token with its log-prob under the sampled distribution."""
+    reported = meta.get("output_token_logprobs") or ()
+    token_ids = [int(entry[1]) for entry in reported]
+    cut = meta.get("output_token_sampling_logprobs")
+    if cut is None:
+        return list(zip(token_ids, [float(entry[0]) for entry in reported], strict=True))
+    if len(cut) != len(token_ids):
+        raise RuntimeError(
+            f"SGLang gives {len(cut)} log-probs of the cut distribution for {len(token_ids)} tokens"
+        )
+    return list(zip(token_ids, map(float, cut), strict=True))
