@@ -160,9 +160,13 @@ class Connection:
                 kind="timeout",
             ) from error
         if failures > (RETRIES if retries is None else retries):
+            plain = self.url.startswith("http:") and isinstance(
+                error, aiohttp.ServerDisconnectedError
+            )
+            hint = "; if it serves TLS, write https:// in sidecar.urls" if plain else ""
             raise SidecarError(
                 f"{self.url} cannot be reached ({type(error).__name__}: {error}); start the sidecar"
-                " (python -m rollout_sidecar), or correct sidecar.urls",
+                f" (python -m rollout_sidecar), or correct sidecar.urls{hint}",
                 kind="unreachable",
             ) from error
         self.on_lost()
