@@ -1,7 +1,8 @@
 """Trains a tool-using policy with GRPO: `python -m tooljax.train --config configs/x.gin --set grpo.kl_coef=0.01`.
 
-One step: take tasks ▸ roll them out in the sidecars ▸ advantages ▸ batch ▸ update ▸ push the weights ▸ log ▸ evaluate
-▸ save. A run that finds checkpoints in its folder goes on after the newest; Ctrl-C and SIGTERM save and end.
+One step: take tasks ▸ roll them out in the sidecars ▸ advantages ▸ batch ▸ update ▸ push the weights ▸ compare
+log-probs ▸ log ▸ evaluate ▸ save. A run that finds checkpoints in its folder goes on after the newest; Ctrl-C and
+SIGTERM save and end.
 """
 
 import sys
@@ -21,6 +22,7 @@ from tooljax.data.records import read_tasks
 from tooljax.data.source import TaskSource
 from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
 from tooljax.grpo.advantages import group_advantages, zero_variance
+from tooljax.log_prob_gate import LogProbGate, LogProbMismatch
 from tooljax.metrics import rollout_metrics
 from tooljax.plots import learning_curve
 from tooljax.policy import Policy, abstract_state, make_updater
@@ -40,12 +42,14 @@ def train(config: Config, sidecars: Sidecars) -> int:
     state, step = run.restore()
     # The first rollout must see the weights that the trainer has, fresh or restored.
     run.push(state, step)
+    verdict = run.gate.look(sidecars, state, step)
+    verdict.require()
     with (
         Trackers(config, resume_step=step) as trackers,
         Progress(config.run.progress, config.run.steps, title=run.dir.name, start=step) as progress,
     ):
         if step == 0 and config.evaluate.every_steps:
-            trackers.log(0, run.evaluate())
+            trackers.log(0, run.evaluate() | verdict.metrics)
         while step < config.run.steps and not sidecars.stop_requested:
             try:
                 with progress.phase("rollout"):
@@ -60,11 +64,14 @@ def train(config: Config, sidecars: Sidecars) -> int:
             # Before anything that can fail: the next rollout must see these weights.
             with progress.phase("push"):
                 push_metrics = run.push(state, step)
+            with progress.phase("gate"):
+                verdict = run.gate.look(sidecars, state, step)
             metrics = {
                 **run.describe(groups, step),
                 **batch_metrics,
                 **update_metrics,
                 **push_metrics,
+                **verdict.metrics,
             }
             if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
                 with progress.phase("evaluate"):
@@ -72,8 +79,9 @@ def train(config: Config, sidecars: Sidecars) -> int:
             trackers.log(step, metrics | progress.timings(), [t for group in groups for t in group])
             progress.step(step, metrics)
             # After logging: a step that was saved is a step that was logged.
-            if step % config.checkpoint.every_steps == 0:
+            if step % config.checkpoint.every_steps == 0 or verdict.problem:
                 run.save(state, step)
+            verdict.require()
         run.save(state, step)
     if step == config.run.steps:
         run.policy.save(run.updater.compute_params(state), run.dir / "policy")
@@ -132,6 +140,7 @@ class Run:
     held_out: list[Task]
     updater: Updater
     checkpointer: Checkpointer
+    gate: LogProbGate
 
     @property
     def dir(self) -> Path:
@@ -147,29 +156,32 @@ class Run:
             vocab_hash=ChatTokenizer.from_folder(config.model.path).vocab_hash,
             max_trajectory_tokens=config.limits.max_trajectory_tokens,
         )
+        tasks = read_tasks(
+            config.data.train,
+            max_rows=config.data.max_rows,
+            prompt_key=config.data.prompt_key,
+            reward_key=config.data.reward_key,
+        )
+        updater = make_updater(
+            config,
+            policy,
+            total_updates=config.run.steps * config.grpo.updates_per_batch,
+            learning_rate=config.optimizer.learning_rate,
+        )
         run = cls(
             config,
             sidecars,
             policy,
             TaskSource(
-                read_tasks(
-                    config.data.train,
-                    max_rows=config.data.max_rows,
-                    prompt_key=config.data.prompt_key,
-                    reward_key=config.data.reward_key,
-                ),
+                tasks,
                 prompts_per_step=config.data.prompts_per_step,
                 seed=config.run.seed,
                 shuffle=config.data.shuffle,
             ),
             held_out_tasks(config),
-            make_updater(
-                config,
-                policy,
-                total_updates=config.run.steps * config.grpo.updates_per_batch,
-                learning_rate=config.optimizer.learning_rate,
-            ),
+            updater,
             Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep),
+            LogProbGate(config, policy, updater, tasks),
         )
         changes = write_config(config)
         if changes and run.checkpointer.latest_step() is not None:
@@ -191,6 +203,8 @@ class Run:
 
     def push(self, state: TrainState, step: int) -> Metrics:
         """Sends the weights to every sidecar and waits until all serve them."""
+        if self.config.sidecar.share_gpu:
+            self.sidecars.on_each(lambda client: client.resume_engine(), interruptible=False)
         report = self.sidecars.push(
             self.policy.tensors(self.updater.compute_params(state)),
             step=step,
@@ -220,6 +234,8 @@ class Run:
 
     def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         """All updates on one batch. Metrics are the last one's, except that every skip counts."""
+        if self.config.sidecar.share_gpu:
+            self.sidecars.on_each(lambda client: client.release_engine(), interruptible=False)
         if self.config.grpo.kl_coef > 0:
             batch = batch.with_log_probs(ref=self.updater.log_probs(self.policy.params, batch))
         if self.config.grpo.updates_per_batch > 1:
@@ -265,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         with open_sidecars(config) as sidecars:
             step = train(config, sidecars)
-    except (ValueError, SidecarError, CheckpointError, OSError) as error:
+    except (ValueError, SidecarError, CheckpointError, LogProbMismatch, OSError) as error:
         print(f"tooljax.train: {error}", file=sys.stderr)
         return 1
     if step == config.run.steps:
