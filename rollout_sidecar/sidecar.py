@@ -15,7 +15,7 @@ from rollout_sidecar.metrics import Metrics
 from rollout_sidecar.protocol import RolloutRequest, RolloutSpec, Task, Trajectory
 from rollout_sidecar.resume import SendProgress
 from rollout_sidecar.rollout_stream import RolloutRegistry
-from rollout_sidecar.weights import InFlight, WeightStore
+from rollout_sidecar.weights import InFlight, WeightStore, swap_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +83,10 @@ class Sidecar:
         self.metrics.gauge(
             "staged_weight_bytes", "Size of the push under way.", lambda: self.weights.staged_bytes
         )
+        self.metrics.gauge(
+            "weight_base_bytes", "Host copy of the weights.", lambda: self.weights.base_bytes
+        )
+        self.metrics.collect(lambda: swap_metrics(agent.engine, self.weights))
 
     async def start(self) -> None:
         """Starts tools and interactions, then the engine; rollouts are refused (503) until then.

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from rollout_sidecar.engines.base import Engine, WeightTensor
 from rollout_sidecar.errors import RequestError, describe
 from rollout_sidecar.host_memory import available_bytes
+from rollout_sidecar.metrics import Family
 from rollout_sidecar.protocol import (
     WeightsCommit,
     WeightsCommitted,
@@ -161,7 +162,8 @@ class WeightStore:
             if version == self._engine.policy_version and self.content_hash:
                 if order.content_hash not in ("", self.content_hash):
                     raise self._stale(version)
-                if self._engine.fault and self._base is not None:  # its memory was released meanwhile
+                # Its memory was released meanwhile, and must be filled again.
+                if self._engine.fault and self._base is not None:
                     async with self._paused("continue"):
                         await self._load(self._base, version, None)
                 return WeightsCommitted(version=version, content_hash=self.content_hash)
@@ -300,3 +302,14 @@ class WeightStore:
                 "committing",
                 "a commit, or a look at the weights, is under way; try again when it is done",
             )
+
+
+def swap_metrics(engine: Engine, weights: WeightStore) -> list[Family]:
+    """What the last push took here: gauges for /metrics."""
+    seconds = {"verify": weights.verify_s, **engine.swap_s}
+    stages = [((("stage", stage),), value) for stage, value in sorted(seconds.items())]
+    pause = [((), seconds.get("pause", 0.0))]
+    return [
+        Family("weight_pause_seconds", "How long the last swap held generation up.", pause),
+        Family("weight_swap_seconds", "The last swap, by stage.", stages),
+    ]

@@ -68,6 +68,8 @@ class Engine(Protocol):
     policy_version: int
     max_model_tokens: int
     vocab_size: int
+    swap_s: Mapping[str, float]
+    """Seconds of the last load_weights by stage: stage, pause (generation stood still), probe; {} before the first."""
 
     @property
     def fault(self) -> str:

@@ -55,6 +55,7 @@ class JaxEngine:
         """Known once started."""
         self.fault = ""
         """Set by the worker thread."""
+        self.swap_s: dict[str, float] = {}
         self._model_path, self._dtype, self._slots = model_path, dtype, slots
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -114,9 +115,16 @@ class JaxEngine:
         changed: frozenset[str] | None = None,
     ) -> None:
         """Swaps all weights once the running turns have ended; turns that come meanwhile wait."""
+        begun = time.monotonic()
+        if self._released:
+            raise ValueError(RELEASED)
+        # Beside the worker thread, which samples on meanwhile.
+        weights = await asyncio.to_thread(self._stage, tensors)
+        staged = time.monotonic()
         future: Future[None] = Future()
-        self._promise(future, lambda: self._stage(tensors, policy_version, future))
+        self._promise(future, lambda: self._queue_swap(_Swap(weights, policy_version, future)))
         await asyncio.wrap_future(future)
+        self.swap_s = {"stage": staged - begun, "pause": time.monotonic() - staged}
 
     async def altered_tensors(self, tensors: Mapping[str, WeightTensor]) -> list[str]:
         """Compares the device's memory with the given bytes."""
@@ -272,16 +280,20 @@ class JaxEngine:
             self._abort(trajectory_id)
         self._closing = True
 
-    def _stage(
-        self, tensors: Mapping[str, WeightTensor], policy_version: int, done: "Future[None]"
-    ) -> None:
-        """Copies the tensors to the device, or raises ValueError; then no turn starts until they are in."""
+    def _stage(self, tensors: Mapping[str, WeightTensor]) -> "SamplerWeights":
+        """Copies the tensors to the device, or raises ValueError."""
+        import jax
+
         from tooljax.model import hf
 
+        arrays = {name: _array(tensor) for name, tensor in tensors.items()}
+        return jax.block_until_ready(hf.from_hf_layers(self._sampler.cfg, arrays))
+
+    def _queue_swap(self, swap: _Swap) -> None:
+        """No turn starts until the weights are in."""
         if self._released:
             raise ValueError(RELEASED)
-        weights = hf.from_hf_layers(self._sampler.cfg, {n: _array(t) for n, t in tensors.items()})
-        self._swaps.append(_Swap(weights, policy_version, done))
+        self._swaps.append(swap)
         self._sampler.paused = True
 
     def _swap_when_idle(self) -> None:

@@ -63,6 +63,7 @@ class ScriptedEngine:
         self.released_memory = False
         """Between `release_memory` and `resume_memory`."""
         self.fault = ""
+        self.swap_s: dict[str, float] = {}
         self._open = asyncio.Event()
         self._open.set()
         self._tokenizer = tokenizer

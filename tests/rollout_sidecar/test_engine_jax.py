@@ -182,11 +182,13 @@ async def test_running_turns_end_under_the_old_weights_and_later_ones_wait(engin
     running = asyncio.create_task(engine.generate(endless("a")))
     await until_running(engine, 1)
     loading = asyncio.create_task(engine.load_weights(tensors_of(1), policy_version=1))
-    await asyncio.sleep(0)
+    while not engine._sampler.paused:  # the weights are on the device, and wait for the turn to end
+        await asyncio.sleep(0)
     waiting = asyncio.create_task(engine.generate(request("b")))
     old, new, _ = await asyncio.gather(running, waiting, loading)
     assert (old.policy_version, old.log_probs) == (0, whole.log_probs)
     assert new.policy_version == 1
+    assert engine.swap_s["pause"] > 0
 
 
 @pytest.mark.parametrize(
