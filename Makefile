@@ -4,17 +4,18 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BENCHMARKS ?= $(sort $(wildcard benchmarks/*.py))
+BENCHMARKS ?= $(sort $(filter-out benchmarks/token_log_probs.py,$(wildcard benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test check bench test-models clean
+.PHONY: help quickstart test check bench bench-kernels test-models clean
 
 help:
 	@echo "make quickstart   train a tiny model to use a calculator, on this machine's CPU (ARGS='--set run.steps=20')"
 	@echo "make test         run the tests (PYTEST_ARGS='tests/tooljax -k config')"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        run the benchmarks (BENCHMARKS=benchmarks/one.py)"
+	@echo "make bench-kernels  check and time the kernels on an NVIDIA GPU (ARGS='--sections check,forward')"
 	@echo "make test-models  fetch a small real model and tokenizer for the tests that skip without them"
 	@echo "make clean        remove the virtual environment, caches and build outputs; runs/ stays"
 
@@ -31,6 +32,9 @@ check: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+bench-kernels: $(VENV)/.installed
+	@$(BIN)/python benchmarks/token_log_probs.py $(ARGS)
 
 test-models: $(VENV)/.installed-test
 	@tests/tools/make_test_models.sh build/test-models $(BIN)/python
