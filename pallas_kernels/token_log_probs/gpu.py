@@ -9,6 +9,7 @@ D embed, V vocab, T tokens, C tokens of a chunk.
 
 import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -31,7 +32,7 @@ def statistics(
     entropy: bool = True,
     tiles: hopper.Tiles = hopper.DEFAULT_TILES,
     multiprocessors: int = 132,
-    interpret: object = None,
+    interpret: Any = None,
 ) -> dict[str, Array]:
     """highest, total, weighted and picked (the target's scaled logit, minus highest), each [tokens], in base e."""
     tokens = hidden.shape[0]
@@ -75,7 +76,7 @@ def powers_of_chunk(
     entropy: bool = True,
     tiles: hopper.Tiles = hopper.DEFAULT_TILES,
     multiprocessors: int = 132,
-    interpret: object = None,
+    interpret: Any = None,
 ) -> dict[str, Array]:
     """exp(logits * scale - shift) [chunk, vocab], and its sums total and weighted; or its product with level + slope *
     (logits * scale - shift)."""
@@ -83,7 +84,7 @@ def powers_of_chunk(
     rows = {"scale": scale, "shift": shift, "level": level, "slope": slope}
     rows = {name: values for name, values in rows.items() if values is not None}
     padding = -chunk % tiles.rows
-    padded = {name: jnp.pad(values, (0, padding)) for name, values in rows.items()}
+    padded: dict[str, Any] = {name: jnp.pad(values, (0, padding)) for name, values in rows.items()}
     padded["shift"] = padded["shift"] * LOG2_E
     if "slope" in padded:
         padded["slope"] = padded["slope"] / LOG2_E

@@ -24,7 +24,7 @@ Only whole tiles of vocabulary are covered: what is left (less than tile_n colum
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def softmax_statistics(
     tiles: Tiles = DEFAULT_TILES,
     max_runs: int = 128,
     multiprocessors: int = 132,
-    interpret: object = None,
+    interpret: Any = None,
 ) -> dict[str, Array]:
     """`highest` (without shift), `total` and (with entropy) `weighted`, all [runs, tokens]; with shift also `powers`.
 
@@ -123,6 +123,7 @@ def softmax_statistics(
     plan = _Plan(tiles, row_blocks, vocab_tiles, per_run, runs, steps, vocab_major, tuple(stats))
     rows = {"scale": scale * math.log2(math.e), "shift": shift, "level": level, "slope": slope}
     rows = {name: values for name, values in rows.items() if values is not None}
+    extra: dict[str, Any] = {} if interpret is None else {"interpret": interpret}
     kernel = plgpu.kernel(
         functools.partial(_body, plan, plgpu),
         out_type=out,
@@ -133,7 +134,7 @@ def softmax_statistics(
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if interpret is None else {"interpret": interpret}),
+        **extra,
     )
     return kernel(hidden, head, rows)
 
