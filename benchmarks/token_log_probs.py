@@ -96,7 +96,8 @@ def _short(value) -> str:
 def compiled(function, *args, options: dict | None = None, **jit_options):
     """The compiled function, and its workspace in MiB."""
     made = jax.jit(function, **jit_options).lower(*args).compile(compiler_options=options)
-    return made, made.memory_analysis().temp_size_in_bytes / 2**20
+    memory = made.memory_analysis()
+    return made, (memory.temp_size_in_bytes if memory else float("nan")) / 2**20
 
 
 def milliseconds(function, *args, repeats: int = 7) -> float:
