@@ -102,8 +102,7 @@ class SglangEngine:
         self._ended = asyncio.Event()
         self.fault = "it has not been started"
         """Why nothing can be generated; "" when it can."""
-        self.pause_s = 0.0
-        """How long the last swap held generation up."""
+        self.swap_s: dict[str, float] = {}
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -250,8 +249,9 @@ class SglangEngine:
         if changed is not None and not self.fault:
             tensors = {name: tensors[name] for name in tensors if name in changed}
         device = f"cuda:{self.options.first_gpu}" if self._on_one_gpu else "cpu"
-        buckets = await asyncio.to_thread(stage, tensors, self.options.bucket_bytes, device)
         begun = time.monotonic()
+        buckets = await asyncio.to_thread(stage, tensors, self.options.bucket_bytes, device)
+        staged = time.monotonic()
         self._open.clear()
         try:
             await self._empty()
@@ -262,10 +262,13 @@ class SglangEngine:
             await self._forget_prefixes()
             self.policy_version = policy_version
             self.fault = ""
-            await self._probe()
         finally:
-            self.pause_s = time.monotonic() - begun
+            resumed = time.monotonic()
             self._open.set()
+        # Beside what goes on: the weights are finite numbers, and the log-prob of every token is looked at anyway.
+        await self._probe()
+        probe_s = time.monotonic() - resumed
+        self.swap_s = {"stage": staged - begun, "pause": resumed - staged, "probe": probe_s}
 
     async def _empty(self) -> None:
         """Takes every generation out of the engine; what it has sampled stays with its turn."""
