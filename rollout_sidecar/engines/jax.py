@@ -302,10 +302,10 @@ class JaxEngine:
         for swap in self._swaps:
             self._sampler.replace_weights(swap.weights)
             self.policy_version = swap.policy_version
+            self.fault = ""  # before anybody hears of it
             swap.done.set_result(None)
         self._swaps = []
         self._sampler.paused = False
-        self.fault = ""
 
     def _stage_release(self, done: "Future[None]") -> None:
         self._sampler.paused = True
