@@ -202,7 +202,8 @@ async def _readyz(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    text = request.app[SIDECAR].metrics.render()
+    sidecar = request.app[SIDECAR]
+    text = sidecar.metrics.render() + await sidecar.engine_metrics()
     return web.Response(
         body=text.encode(), headers={hdrs.CONTENT_TYPE: "text/plain; version=0.0.4; charset=utf-8"}
     )

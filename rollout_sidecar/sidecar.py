@@ -151,6 +151,11 @@ class Sidecar:
         sound = self.started and self._resumed.is_set() and not self.agent.engine.fault
         return sound and version in (None, serving)
 
+    async def engine_metrics(self) -> str:
+        """Prometheus text of an engine that counts by itself, under its own names; "" of others."""
+        read = getattr(self.agent.engine, "metrics_text", None)
+        return await asyncio.to_thread(read) if read else ""
+
     def admit(self, request: RolloutRequest) -> None:
         """Raises RequestError unless a new request may start."""
         self.require_started()
