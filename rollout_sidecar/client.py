@@ -84,7 +84,11 @@ class SidecarClient(WeightConnection):
         return None
 
     async def rollouts(
-        self, request: RolloutRequest, on_progress: OnProgress | None = None
+        self,
+        request: RolloutRequest,
+        on_progress: OnProgress | None = None,
+        *,
+        instance: str = "",
     ) -> AsyncGenerator[Trajectory, None]:
         """Trajectories in the order they end. Survives lost connections; the sidecar computes on meanwhile.
 
@@ -93,10 +97,11 @@ class SidecarClient(WeightConnection):
 
         Args:
             on_progress: called with what is new of trajectories under way; set `progress` in the request.
+            instance: the Info.instance that must answer; default: whichever does first.
         """
         deadline = self._deadline()
         index, failures = 0, 0
-        instances: set[str] = set()
+        instances = {instance} - {""}
         while True:
             try:
                 frames = self._frames(request, index, deadline, instances)
@@ -172,8 +177,8 @@ class SidecarClient(WeightConnection):
             instances.add(response.headers.get(INSTANCE_HEADER, ""))
             if len(instances) > 1:
                 raise SidecarError(
-                    f"{self.url} was restarted while it worked on the request {request.request_id};"
-                    " ask for what is missing in a new one",
+                    f"{self.url} was restarted since it was last asked, and has lost the request"
+                    f" {request.request_id} and its weights",
                     kind="restarted",
                 )
             while length := await _read_length(response.content):

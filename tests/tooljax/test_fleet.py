@@ -147,7 +147,7 @@ def test_the_only_sidecar_may_come_back(tokenizer, undisturbed):
         (victim,) = served
 
         def kill_and_start(count: int) -> None:
-            if count == 18:
+            if count == 30:  # in the third turn: the first ones have been told of
                 victim.on_generate = lambda n: None
                 victim.kill_here()
                 threading.Timer(0.3, victim.start).start()

@@ -280,14 +280,25 @@ def test_a_sidecar_that_is_down_is_named_and_nothing_stays_open(tokenizer, unuse
             pass
 
 
-def test_a_sidecar_that_stops_is_named_and_the_others_work_is_aborted(tokenizer):
-    tool = Waiting()
-    with serve(tokenizer, [CALL], count=2, tools=[tool]) as served, connect(served) as sidecars:
-        stopper = when_called(tool, 2, lambda: served[1].do(served[1].sidecar.stop()))
-        with pytest.raises(SidecarError, match=f"{served[1].url} ended the request"):
-            roll(sidecars, make_tasks(2))
-        stopper.join()
-        assert (tool.created, tool.released) == (2, 2)
+def test_a_sidecar_that_stops_leaves_its_work_to_the_others(tokenizer):
+    with (
+        serve(tokenizer, by_seed, count=2, engine=Backwards) as served,
+        connect(served) as sidecars,
+    ):
+        stopping = threading.Thread(target=lambda: served[1].do(served[1].sidecar.stop()))
+        stopping.start()
+        groups = roll(sidecars, make_tasks(4), samples=2)
+        stopping.join()
+        assert [[t.status for t in group] for group in groups] == [["completed"] * 2] * 4
+        assert not sidecars.fleet.replicas[1].live
+
+
+def test_a_request_that_no_sidecar_would_take_is_an_error_at_once(tokenizer):
+    with serve(tokenizer, by_seed, count=2) as served, connect(served) as sidecars:
+        empty = msgspec.structs.replace(make_tasks(1)[0], messages=[])
+        with pytest.raises(SidecarError, match=r"400 invalid_request.*'t0' has no messages"):
+            roll(sidecars, [empty])
+        assert len(sidecars.fleet.live) == 2
 
 
 def test_no_sidecar_is_an_error_that_says_what_to_set():
@@ -309,10 +320,14 @@ def test_a_sidecar_of_another_model_or_with_too_short_contexts_is_refused(tokeni
             sidecars.check_fit(vocab_hash=info.vocab_hash, max_trajectory_tokens=longer)
 
 
-def test_a_token_file_that_is_not_there_is_named():
+def test_a_file_that_is_not_there_is_named():
     sidecar = SidecarConfig(urls=("http://127.0.0.1:9",), token_file="/no/such/token")
     with pytest.raises(
         ValueError, match=r"sidecar.token_file='/no/such/token' cannot be read: No such file"
     ):
+        with open_sidecars(Config(sidecar=sidecar)):
+            pass
+    sidecar = SidecarConfig(urls=("https://127.0.0.1:9",), ca_file="/no/such/ca")
+    with pytest.raises(ValueError, match=r"sidecar.ca_file='/no/such/ca' cannot be used \(No such"):
         with open_sidecars(Config(sidecar=sidecar)):
             pass

@@ -134,7 +134,8 @@ class Batch:
         """Takes what comes. Raises SidecarError; cancelled when the replica is left out, or the batch ends."""
         replica, request = piece.replica, piece.request(self._template)
         try:
-            async with aclosing(replica.client.rollouts(request, piece.note)) as trajectories:
+            answer = replica.client.rollouts(request, piece.note, instance=replica.instance)
+            async with aclosing(answer) as trajectories:
                 async for trajectory in trajectories:
                     await self._check(replica, trajectory)
                     group = piece.take(trajectory)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TypeVar
@@ -43,6 +44,7 @@ class Replica:
         self.misses = 0
         self._failures = 0
         self._pieces: set[asyncio.Task[None]] = set()
+        self._looked = time.monotonic()
         self._call = asyncio.Event()
         client.on_lost = self._call.set
 
@@ -50,6 +52,11 @@ class Replica:
     def url(self) -> str:
         """Where it is."""
         return self.client.url
+
+    @property
+    def instance(self) -> str:
+        """Its name for itself, another one after every start."""
+        return self.info.instance if self.info else ""
 
     @property
     def capacity(self) -> int:
@@ -109,11 +116,15 @@ class Replica:
     async def next_look(self, period_s: float) -> None:
         """Returns when it is time to look: after a period, or soon after something went wrong there, later the oftener
         it was left out."""
+        period_s = min(period_s, AGAIN_S) if self.misses else period_s
+        # Since the last look, also where nobody waited for the next one in between.
+        left_s = self._looked + period_s - time.monotonic()
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(period_s, AGAIN_S) if self.misses else period_s):
+            async with asyncio.timeout(max(0.0, left_s)):
                 await self._call.wait()
                 await asyncio.sleep(min(period_s, 0.01 * 4**self._failures))
         self._call.clear()
+        self._looked = time.monotonic()
 
     async def look(self, version: int | None) -> SidecarError | None:
         """Why no rollout can start there now (of that version), None if one can. Takes HEALTH_TIMEOUT_S at most."""
