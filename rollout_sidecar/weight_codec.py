@@ -2,27 +2,25 @@
 
 Of 16-bit elements, those whose bits differ from the base are sent: where they are, as gaps between positions, and how
 far each moved, as the difference of its bits read as integers. One optimizer step at a small learning rate moves few
-elements, most of them by one unit in the last place, so both are small numbers. Each is cut into a plane of low bytes
-and a plane of high bytes, and each plane compressed by itself (zstd): that comes close to the entropy of the positions,
-and far below 16 bits a value.
+elements, most of them by one unit in the last place, so both are small numbers. Each is cut into planes, all low bytes
+first, and each plane compressed by itself (zstd): that comes close to the entropy of the positions, and far below 16
+bits a value.
 
-    header   <QQIIII   changed elements, escaped gaps, compressed bytes of the four planes
-    planes   gaps low, gaps high, moves low, moves high
-    escapes  <Q each   gaps of ESCAPE and above, in order
+    header   changed elements, planes of the gaps, bytes of each plane: varints of 7 bits, the lowest first
+    planes   gaps, lowest byte first, as many as the largest gap needs; then two of the moves
+
+A plane that compression would not shorten is as long as the number of changed elements, and is as it is.
 """
 
-import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-ESCAPE = 0xFFFF
-"""A gap plane that holds this has the gap among the escapes."""
-
 LEVEL = 1
 """Of zstd. Planes of small numbers gain nothing from higher ones."""
 
-_HEADER = struct.Struct("<QQIIII")
+MAX_PLANES = 8
 
 
 @dataclass(frozen=True)
@@ -51,45 +49,42 @@ class Delta:
 
 def encode(delta: Delta) -> bytes:
     """The bytes of a delta."""
-    import zstandard
-
     gaps = np.diff(delta.positions, prepend=-1) - 1
-    escaped = gaps >= ESCAPE
-    short = np.where(escaped, ESCAPE, gaps).astype(np.uint16)
+    gap_planes = (int(gaps.max(initial=0)).bit_length() + 7) // 8
     signed = delta.moves.view(np.int16)
     # Zigzag: small moves in either direction become small numbers.
     zigzag = ((signed << 1) ^ (signed >> 15)).view(np.uint16)
-    compressor = zstandard.ZstdCompressor(level=LEVEL)
-    planes = [compressor.compress(plane) for plane in (*_planes(short), *_planes(zigzag))]
-    escapes = gaps[escaped].astype("<u8").tobytes()
-    header = _HEADER.pack(len(gaps), int(escaped.sum()), *map(len, planes))
-    return b"".join([header, *planes, escapes])
+    planes = [*_compressed(gaps, gap_planes), *_compressed(zigzag, 2)]
+    header = [len(gaps), gap_planes, *map(len, planes)]
+    return b"".join([*map(_varint, header), *planes])
 
 
 def decode(data: bytes | memoryview, elements: int) -> Delta:
     """The delta in `data`, of a tensor with that many elements. ValueError if it cannot be one."""
-    if len(data) < _HEADER.size:
-        raise ValueError(f"{len(data)} bytes are no delta: its header alone has {_HEADER.size}")
-    changed, escapes, *sizes = _HEADER.unpack_from(data)
-    if changed > elements or escapes > changed:
-        raise ValueError(f"the delta changes {changed} of {elements} elements")
-    if len(data) != _HEADER.size + sum(sizes) + 8 * escapes:
+    view = memoryview(data)
+    changed, view = _read_varint(view)
+    gap_planes, view = _read_varint(view)
+    if changed > elements or gap_planes > MAX_PLANES:
+        raise ValueError(
+            f"the delta changes {changed} of {elements} elements, in {gap_planes} planes"
+        )
+    sizes = []
+    for _ in range(gap_planes + 2):
+        size, view = _read_varint(view)
+        sizes.append(size)
+    if len(view) != sum(sizes):
         raise ValueError(f"the delta has {len(data)} bytes, which is not what its header says")
-    view, planes = memoryview(data)[_HEADER.size :], []
+    planes = []
     for size in sizes:
-        planes.append(_decompress(view[:size], changed))
+        planes.append(_decompressed(view[:size], changed))
         view = view[size:]
-    gaps = _join(planes[0], planes[1]).astype(np.int64)
-    escaped = gaps == ESCAPE
-    if int(escaped.sum()) != escapes:
-        raise ValueError("the delta's escaped gaps are not as many as its header says")
-    gaps[escaped] = np.frombuffer(view, "<u8").astype(np.int64)
-    if gaps.size and (gaps.min() < 0 or gaps.max() >= elements):
+    gaps = _joined(planes[:gap_planes], np.dtype(np.int64), changed)
+    if changed and not 0 <= gaps.min() <= gaps.max() < elements:
         raise ValueError(f"the delta changes elements beyond the {elements} of its tensor")
     positions = np.cumsum(gaps + 1) - 1
-    if positions.size and positions[-1] >= elements:
+    if changed and positions[-1] >= elements:
         raise ValueError(f"the delta changes elements beyond the {elements} of its tensor")
-    zigzag = _join(planes[2], planes[3])
+    zigzag = _joined(planes[gap_planes:], np.dtype(np.uint16), changed)
     return Delta(positions, (zigzag >> 1) ^ (np.uint16(0) - (zigzag & np.uint16(1))))
 
 
@@ -101,17 +96,31 @@ def entropy_floor_bits(elements: int, changed: int) -> float:
     return elements * (-p * np.log2(p) - (1 - p) * np.log2(1 - p) + 16 * p)
 
 
-def _planes(values: np.ndarray) -> tuple[bytes, bytes]:
-    return (values & 0xFF).astype(np.uint8).tobytes(), (values >> 8).astype(np.uint8).tobytes()
-
-
-def _join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    return low.astype(np.uint16) | (high.astype(np.uint16) << 8)
-
-
-def _decompress(data: memoryview, size: int) -> np.ndarray:
+def _compressed(values: np.ndarray, planes: int) -> Iterator[bytes]:
+    """The lowest bytes of all values, then the next ones, and so on. Hosts are little-endian, as the wire is."""
     import zstandard
 
+    columns = values.view(np.uint8).reshape(-1, values.itemsize)
+    compressor = zstandard.ZstdCompressor(level=LEVEL)
+    for index in range(planes):
+        plane = np.ascontiguousarray(columns[:, index])
+        smaller = compressor.compress(plane.data)
+        yield smaller if len(smaller) < plane.size else plane.tobytes()
+
+
+def _joined(planes: list[np.ndarray], dtype: np.dtype, count: int) -> np.ndarray:
+    values = np.zeros(count, dtype)
+    columns = values.view(np.uint8).reshape(-1, dtype.itemsize)
+    for index, plane in enumerate(planes):
+        columns[:, index] = plane
+    return values
+
+
+def _decompressed(data: memoryview, size: int) -> np.ndarray:
+    import zstandard
+
+    if len(data) == size:
+        return np.frombuffer(data, np.uint8)
     # zstandard reads the size from the frame and would allocate it; nobody may ask for more than what is expected.
     try:
         found = zstandard.frame_content_size(data)
@@ -121,3 +130,22 @@ def _decompress(data: memoryview, size: int) -> np.ndarray:
     except zstandard.ZstdError as error:
         raise ValueError(f"a plane of the delta cannot be unpacked: {error}") from error
     return np.frombuffer(plane, np.uint8)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: memoryview) -> tuple[int, memoryview]:
+    """A number and what follows it."""
+    value = 0
+    for index, byte in enumerate(data[:9]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, data[index + 1 :]
+    raise ValueError("the delta's header is cut off")
