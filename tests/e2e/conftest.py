@@ -61,7 +61,7 @@ def small_world(tmp_path_factory) -> Path:
         f'sft.demonstrations = ("{folder / "data" / "demonstrations.jsonl"}",)',
         # Untrained, it solves nothing, and rewards that are all equal teach nothing.
         f'reward.function = "{folder / "reward.py"}:variety"',
-        f'sidecar.tool_config = "{ROOT / "configs" / "tools" / "calculator.yaml"}"',
+        f'sidecar.tool_config = ("{ROOT / "configs" / "tools" / "calculator.yaml"}",)',
     ]
     (folder / "run.gin").write_text("\n".join(lines) + "\n")
     return folder
