@@ -13,17 +13,14 @@ import signal
 import ssl
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from aiohttp import web
 
 from rollout_sidecar.arguments import parser
 from rollout_sidecar.assembly import make_sidecar
+from rollout_sidecar.foreign_threads import LoopExecutor
 from rollout_sidecar.server import create_app
-
-MAX_THREADS = 256
-"""For tools and rewards that are plain functions. One that hangs occupies its thread for ever."""
 
 _log = logging.getLogger("rollout_sidecar")
 
@@ -37,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.exit_with_parent:
         _exit_with_parent()
     loop = asyncio.new_event_loop()
-    loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="sidecar"))
+    loop.set_default_executor(LoopExecutor())
     try:
         loop.run_until_complete(_serve(args))
     except (ValueError, OSError) as error:
@@ -121,5 +118,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: that waits for the threads of tools and rewards, and one of them may hang for ever.
+    # Not sys.exit: that waits for threads of libraries, and one of them may hang for ever.
     os._exit(code)

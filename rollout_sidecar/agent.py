@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rollout_sidecar.conversation import Conversation
 from rollout_sidecar.engines.base import Engine
+from rollout_sidecar.foreign import lost_threads
 from rollout_sidecar.formats.base import ToolFormat
 from rollout_sidecar.interactions.base import BaseInteraction
 from rollout_sidecar.leases import Leases
@@ -57,6 +58,9 @@ class Agent:
         self.metrics.gauge("open_instances", "Instances not released yet.", lambda: leases.live)
         self.metrics.gauge("reaped_instances", "Released by the reaper.", lambda: leases.reaped)
         self.metrics.gauge("leaked_instances", "Never released.", lambda: leases.leaked)
+        self.metrics.gauge(
+            "lost_threads", "Held up by users' code that did not end in time.", lost_threads
+        )
 
     def converse(
         self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]

@@ -1,8 +1,9 @@
 """What was opened for a trajectory and must be closed again: instances of tools, conversations with an interaction.
 
 Each is a `Lease`. It is closed exactly once by the trajectory that opened it, also if that was cancelled while the
-opening was still under way. Where that cannot be done in time (the opening does not end, the closing hangs) or the
-trajectory is gone, the lease stays in the book, and the reaper closes it: at a period, and when the sidecar stops.
+opening was still under way. One whose opening failed is closed only if it was told what to close then. Where that
+cannot be done in time (the opening does not end, the closing hangs) or the trajectory is gone, the lease stays in the
+book, and the reaper closes it: at a period, and when the sidecar stops.
 """
 
 import asyncio
@@ -18,6 +19,9 @@ T = TypeVar("T")
 
 END_TIMEOUT_S = 10.0
 """How long a closing, and an opening that is being abandoned, may take."""
+
+END_GRACE_S = 0.5
+"""How long an opening that was cancelled may take to end, before it is closed all the same."""
 
 REAP_ATTEMPTS = 3
 """How often the reaper tries to close what hangs, before it gives it up as leaked."""
@@ -35,6 +39,7 @@ class Lease(Generic[T]):
         close: Callable[[T], Coroutine[Any, Any, None]],
         failed: Callable[[RolloutError], None],
         owner: object,
+        otherwise: T | None = None,
     ):
         self.opening = opening
         self.abandoned = False
@@ -44,6 +49,7 @@ class Lease(Generic[T]):
         self._close = close
         self._failed = failed
         self._owner = weakref.ref(owner)
+        self._otherwise = otherwise
         self._ending: asyncio.Task[None] | None = None
 
     @property
@@ -57,9 +63,7 @@ class Lease(Generic[T]):
             await asyncio.wait({self.opening}, timeout=timeout_s)
         if not self.opening.done():
             raise DeadlineError(f"gave no answer within {timeout_s:g} s")
-        if (
-            self.opening.cancelled()
-        ):  # by itself: it must not look like the cancellation of the owner
+        if self.opening.cancelled():  # by itself: it must not look like the owner's cancellation
             raise ToolError("it was cancelled")
         return self.opening.result()
 
@@ -77,19 +81,23 @@ class Lease(Generic[T]):
         if not self.opening.done():
             await asyncio.wait({self.opening}, timeout=patience_s)
         if not self.opening.done():
-            leave(self.opening)
-            self.abandoned = True
-            return
+            leave(self.opening, late=True)
+            if self._otherwise is not None:
+                await asyncio.wait({self.opening}, timeout=END_GRACE_S)
+            elif not self.opening.done():
+                self.abandoned = True
+                return
         await self.close()
 
     async def close(self) -> None:
         """One attempt to close what was opened, if anything was."""
-        if self.opening.cancelled() or self.opening.exception() is not None:
+        opened = self._opened()
+        if opened is None:
             self._book.forget(self)
             return
         try:
             with boundary(RolloutError):
-                await bounded(self._close(self.opening.result()), END_TIMEOUT_S)
+                await bounded(self._close(opened), END_TIMEOUT_S)
         except DeadlineError as error:
             self.abandoned = True
             self._failed(error)
@@ -97,6 +105,17 @@ class Lease(Generic[T]):
         except RolloutError as error:
             self._failed(error)
         self._book.forget(self)
+
+    def has_to_close(self) -> bool:
+        """There is something to close."""
+        return self._opened() is not None
+
+    def _opened(self) -> T | None:
+        """What there is to close."""
+        opening = self.opening
+        if not opening.done() or opening.cancelled() or opening.exception() is not None:
+            return self._otherwise
+        return self.opening.result()
 
 
 class Leases:
@@ -122,6 +141,7 @@ class Leases:
         *,
         failed: Callable[[RolloutError], None],
         owner: object,
+        otherwise: T | None = None,
     ) -> Lease[T]:
         """Begins to open something.
 
@@ -130,8 +150,9 @@ class Leases:
             close: closes what `opening` returned. It must not hold on to the owner.
             failed: told why a closing failed.
             owner: whoever will close it; if it goes away without, the reaper does.
+            otherwise: what `close` is given if the opening failed, was cancelled or hangs; None: it is not called.
         """
-        lease = Lease(self, begin(opening), close, failed, owner)
+        lease = Lease(self, begin(opening), close, failed, owner, otherwise)
         self._open.add(lease)
         return lease
 
@@ -153,9 +174,11 @@ class Leases:
                 _log.warning("closed %d instances whose trajectories are gone", reaped)
 
     async def _reap(self, lease: Lease[Any]) -> None:
-        if not lease.opening.done():  # there is nothing to close, until it ends
-            return
-        opened = not lease.opening.cancelled() and lease.opening.exception() is None
+        if not lease.opening.done():
+            if not lease.has_to_close():  # there is nothing to close, until it ends
+                return
+            leave(lease.opening)
+        opened = lease.has_to_close()
         lease.attempts += 1
         await lease.close()
         if lease not in self._open:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollout_sidecar.errors import DeadlineError, RewardError, boundary
+from rollout_sidecar.errors import RewardError, RolloutError, boundary
 from rollout_sidecar.foreign import bounded
 from rollout_sidecar.metrics import Metrics
 from rollout_sidecar.protocol import RewardWeights, Task, Turn
@@ -92,7 +92,7 @@ class Scorer:
                 **_overlong_term(response_tokens, max_response_tokens, weights),
             }
             _check_finite(terms)
-        except (RewardError, DeadlineError) as error:
+        except RolloutError as error:  # also one that the function raised itself, whatever its kind
             metrics.count("reward_errors_total")
             _log.warning("no reward for task %r: %s", task.task_id, error)
             return Scored(scored=False, error=f"reward: {error}")

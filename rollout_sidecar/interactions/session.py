@@ -79,6 +79,7 @@ class InteractionSession:
             finalize,
             failed=lambda error: _failed(metrics, name, "finalize_interaction", error),
             owner=self,
+            otherwise=self._instance_id,  # it may have begun to keep something before it failed
         )
         await self._checked("start_interaction", self._lease.opened(self._timeout_s))
 
@@ -95,17 +96,7 @@ class InteractionSession:
             **self._kwargs,
         )
         answer = await self._checked("generate_response", bounded(call, self._timeout_s))
-        with boundary(InteractionError, self._what("generate_response")):
-            done, text, score, *_ = answer
-            number = 0.0 if score is None else float(score)
-            if not math.isfinite(number):
-                raise ValueError(f"the score of the turn is {number}, expected a finite number")
-            reply = InteractionReply(
-                text=safe_text(str(text or "")),
-                score=number,
-                done=bool(done),
-                latency_s=clock() - started,
-            )
+        reply = await self._checked("generate_response", _read(answer, clock() - started))
         self._metrics.observe("interaction_seconds", reply.latency_s, interaction=self._name)
         return reply
 
@@ -148,6 +139,19 @@ class InteractionSession:
 
     def _what(self, method: str) -> str:
         return f"{method} of interaction {self._name!r}"
+
+
+async def _read(answer: Any, latency_s: float) -> InteractionReply:
+    """The reply in what generate_response returned. ValueError or TypeError if there is none."""
+    if not isinstance(answer, tuple | list) or len(answer) < 3:
+        raise ValueError(f"it returned {repr(answer)[:200]}, expected (done, text, score, more)")
+    done, text, score, *_ = answer
+    number = 0.0 if score is None else float(score)
+    if not math.isfinite(number):
+        raise ValueError(f"the score of the turn is {number}, expected a finite number")
+    return InteractionReply(
+        text=safe_text(str(text or "")), score=number, done=bool(done), latency_s=latency_s
+    )
 
 
 async def _with_or_without_id(method: Callable[..., Any], instance_id: str) -> Any:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -54,6 +55,26 @@ def schema(name: str, **properties: str) -> dict[str, Any]:
             },
         },
     }
+
+
+class Signal:
+    """An event between a test and a tool of its own, which run on different event loops."""
+
+    def __init__(self):
+        self._event = threading.Event()
+        self.set, self.is_set = self._event.set, self._event.is_set
+
+    async def wait(self) -> None:
+        """Until it is set."""
+        while not self.is_set():
+            await asyncio.sleep(0.001)
+
+
+async def until(holds: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Waits for what another thread does."""
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.002)
 
 
 class CounterTool(BaseTool):

@@ -12,6 +12,7 @@ from sidecar_cases import (
     HangingTool,
     RaisingTool,
     SayingTool,
+    Signal,
     call,
     make_agent,
     make_request,
@@ -142,7 +143,7 @@ async def test_a_tool_that_cancels_itself_does_not_cancel_the_trajectory(tiny_to
 
 async def test_a_tool_that_ignores_cancellation_cannot_hold_up_the_trajectory(tiny_tokenizer):
     """Pain point 13."""
-    freed = asyncio.Event()
+    freed = Signal()
 
     class Stubborn(CounterTool):
         async def answer(self, instance_id, parameters):
@@ -295,7 +296,7 @@ async def test_a_task_that_offers_a_tool_that_is_not_there_is_a_tool_error(tiny_
 @pytest.mark.parametrize("where", ["create", "execute", "generate"])
 async def test_cancelling_releases_tools_exactly_once(tiny_tokenizer, where):
     """Pain point 15."""
-    reached, go = asyncio.Event(), asyncio.Event()
+    reached, go = Signal(), Signal()
 
     class Slow(CounterTool):
         async def create(self, instance_id=None, **kwargs):

@@ -5,7 +5,7 @@ import gc
 import logging
 
 import pytest
-from sidecar_cases import CounterTool, call, make_agent, make_request, play, serving
+from sidecar_cases import CounterTool, Signal, call, make_agent, make_request, play, serving, until
 
 from rollout_sidecar.agent import Agent
 from rollout_sidecar.leases import REAP_ATTEMPTS
@@ -21,7 +21,7 @@ class LateTool(CounterTool):
 
     def __init__(self):
         super().__init__()
-        self.go = asyncio.Event()
+        self.go = Signal()
 
     async def create(self, instance_id=None, **kwargs):
         while not self.go.is_set():
@@ -39,9 +39,9 @@ async def test_an_instance_that_comes_after_its_trajectory_is_gone_is_reaped(tin
     assert agent.leases.live == 1
     assert await agent.leases.sweep() == 0  # nothing there to release yet
     tool.go.set()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await until(lambda: tool.counts)
     assert list(tool.counts) == ["r:0"]
+    await asyncio.sleep(0.05)  # until it is known here
     assert await agent.leases.sweep() == 1
     assert (tool.counts, tool.times("release"), agent.leases.live) == ({}, 1, 0)
     assert "tooljax_sidecar_reaped_instances 1" in agent.metrics.render()
@@ -95,6 +95,9 @@ async def test_the_sidecar_reaps_at_a_period_and_when_it_stops(tiny_tokenizer):
                 async with asyncio.timeout(5):
                     while tool.times("release") == 0:
                         await asyncio.sleep(0.01)
+            else:
+                await until(lambda tool=tool: tool.counts)
+                await asyncio.sleep(0.05)  # until it is known here
         assert (tool.times("release"), tool.counts, agent.leases.live) == (1, {}, 0)
 
 
