@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,13 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def only_llama() -> dict[str, str]:
+    """Environment in which SGLang imports one model family of its 239: some seconds a start."""
+    models = Path(str(importlib.metadata.distribution("sglang").locate_file("sglang/srt/models")))
+    names = {file.stem for file in models.glob("*.py")} - {"__init__", "llama", "registry"}
+    return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(names)), "HF_HUB_OFFLINE": "1"}
+
+
 real = pytest.mark.skipif(not have_sglang(), reason="SGLang is not installed (make test-sglang)")
 
 
@@ -59,10 +66,22 @@ def engine_extra() -> dict[str, Any]:
     return extra | json.loads(os.environ.get("TOOLJAX_TEST_SGLANG_ARGS", "{}"))
 
 
-def make_model(folder: Path, *, vocab: int = VOCAB, stop: int = STOP, seed: int = 0) -> Any:
+def make_model(
+    folder: Path,
+    *,
+    vocab: int = VOCAB,
+    stop: int = STOP,
+    seed: int = 0,
+    scale: float = 0.2,
+    alter: Callable[[dict[str, np.ndarray]], None] | None = None,
+) -> Any:
     """A random Llama in a Hugging Face folder, in the dtype that is served; returns it as transformers' float32 model.
 
     Its weights are bfloat16 numbers in any case: what is served and what is compared with are the same.
+
+    Args:
+        scale: standard deviation of the weights.
+        alter: changes the arrays before they are rounded. The head is one of them then; else it is tied.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,14 +96,16 @@ def make_model(folder: Path, *, vocab: int = VOCAB, stop: int = STOP, seed: int 
         num_key_value_heads=1,
         head_dim=64,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        tie_word_embeddings=alter is None,
         bos_token_id=1,
         eos_token_id=stop,
         pad_token_id=None,
-        initializer_range=0.2,
+        initializer_range=scale,
     )
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
+        if alter is not None:
+            alter({name: each.numpy() for name, each in model.state_dict().items()})
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     stored = {name: each.to(getattr(torch, dtype())) for name, each in model.state_dict().items()}
@@ -117,8 +138,8 @@ def reference_log_probs(
 
 def tensors_of(model: Any) -> dict[str, np.ndarray]:
     """NumPy float32 arrays under their Hugging Face names."""
-    named = model.state_dict().items()
-    return {name: tensor.numpy() for name, tensor in named if name != "lm_head.weight"}  # tied
+    tied = "lm_head.weight" if model.config.tie_word_embeddings else ""
+    return {name: each.numpy() for name, each in model.state_dict().items() if name != tied}
 
 
 def pushed(model: Any) -> dict[str, WeightTensor]:

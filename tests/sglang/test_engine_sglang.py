@@ -20,6 +20,7 @@ from sglang_cases import (
     engine_extra,
     log_prob_tolerance,
     make_model,
+    only_llama,
     pushed,
     pushed_tensor,
     real,
@@ -43,7 +44,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(only_llama())
     folder = tmp_path_factory.mktemp("sglang_model")
     return folder, make_model(folder)
 
