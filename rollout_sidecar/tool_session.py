@@ -24,7 +24,8 @@ from rollout_sidecar.profiles import PROFILES, Profile
 from rollout_sidecar.protocol import CallStatus, Message, ToolCallRecord
 from rollout_sidecar.tools.arguments import check_arguments
 from rollout_sidecar.tools.base import BaseTool, ToolFailure
-from rollout_sidecar.tools.gate import Passage, RaisedError, ToolGate, UnavailableError
+from rollout_sidecar.tools.faults import RaisedError, is_timeout
+from rollout_sidecar.tools.gate import Passage, ToolGate, UnavailableError
 
 MAX_ARGUMENT_DEPTH = 64
 
@@ -247,7 +248,7 @@ class ToolSession:
     ) -> tuple[str, str]:
         what = f"create of tool {name!r}"
         try:
-            with boundary(ToolError, what):
+            with boundary(RaisedError, what):
                 return await lease.opened(timeout_s)
         except DeadlineError:
             raise DeadlineError(f"{what} gave no answer within {self._timeout_s:g} s") from None
@@ -304,12 +305,11 @@ def _told(name: str, passage: Passage[Answer]) -> tuple[CallStatus, str]:
         return "ok", passage.answer.text if passage.answer else ""
     if isinstance(error, UnavailableError):
         return "unavailable", str(error)
-    if isinstance(error, DeadlineError):
-        return "timeout", f"Error executing tool {name!r}: {error}"
+    status = "timeout" if is_timeout(error) else "error"
     for origin in (error, error.__cause__):
         if isinstance(origin, ToolFailure):  # it has found the words itself
-            return "error", safe_text(str(origin))
-    return "error", f"Error executing tool {name!r}: {error}"
+            return status, safe_text(str(origin))
+    return status, f"Error executing tool {name!r}: {error}"
 
 
 def _text(response: Any) -> str:

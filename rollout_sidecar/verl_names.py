@@ -101,7 +101,7 @@ def import_user_object(path: str, where: str, *, key: str = "class_name") -> Any
         raise ValueError(
             f"{where}: cannot import {module_name} for {key} {path!r}: {_describe(error)} (is it on PYTHONPATH?)"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Foreign code: say whose it was.
         raise ValueError(
             f"{where}: the import of {module_name} for {key} {path!r} failed: {error!r}"
@@ -129,8 +129,10 @@ def load_user_file(file: Path, where: str) -> types.ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
+        if not isinstance(error, Exception | SystemExit):
+            raise
         raise ValueError(f"{where}: {file} could not be loaded: {_describe(error)}") from error
     return module
 
@@ -183,7 +185,7 @@ class _Module(types.ModuleType):
 _FINDER = _Finder()
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """The error, and for a name that verl would have had, which ones there are."""
     text = f"{error}" if isinstance(error, ImportError) else f"{error!r}"
     if not isinstance(error, ImportError) or isinstance(error, ModuleNotFoundError):

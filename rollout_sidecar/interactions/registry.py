@@ -11,9 +11,8 @@ verl's own class names stand for ours, and users' classes may import verl.intera
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rollout_sidecar.interactions.base import BaseInteraction
+from rollout_sidecar.user_files import read_yaml
 from rollout_sidecar.verl_names import import_user_object
 
 METHODS = (
@@ -39,10 +38,7 @@ def load_interactions(path: str | Path) -> dict[str, BaseInteraction]:
 def _read_entries(file: Path) -> list[Any]:
     if not file.is_file():
         raise ValueError(f"{file}: no such interaction file")
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is not valid YAML: {error}") from error
+    content = read_yaml(file)
     entries = content.get("interaction") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f"{file}: expected a list under the key `interaction`")
@@ -54,7 +50,7 @@ def _make(entry: Any, where: str) -> tuple[str, BaseInteraction]:
         raise ValueError(f"{where}: expected a mapping with class_name, got {entry!r}")
     # In verl's files an empty key means that it is absent.
     entry = {key: value for key, value in entry.items() if value is not None}
-    unknown = sorted(set(entry) - {"name", "class_name", "config"})
+    unknown = sorted(map(str, set(entry) - {"name", "class_name", "config"}))
     if unknown:
         raise ValueError(
             f"{where}: unknown key {unknown[0]!r}; an entry has name, class_name and config"
@@ -65,13 +61,16 @@ def _make(entry: Any, where: str) -> tuple[str, BaseInteraction]:
     config = entry.get("config", {})
     if not isinstance(config, dict):
         raise ValueError(f"{where}: config must be a mapping, got {config!r}")
+    if not all(isinstance(key, str) for key in config):
+        wrong = next(key for key in config if not isinstance(key, str))
+        raise ValueError(f"{where}: the keys of config must be texts, got {wrong!r}")
     name = entry.get("name") or _default_name(class_name)
     if not isinstance(name, str):
         raise ValueError(f"{where}: name must be a text, got {name!r}")
     made = _import_class(class_name, where)
     try:
         return name, made({**config, "name": name})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Foreign code: say whose it was.
         raise ValueError(f"{where}: {class_name} could not be made: {error!r}") from error
 

@@ -68,15 +68,14 @@ def f1(answer: str, truth: str) -> float:
 
 def _known_answers(ground_truth: Any) -> list[str]:
     """The known answers, normalised; those of which nothing is left would be in every answer."""
-    if isinstance(ground_truth, Mapping):
-        ground_truth = ground_truth.get("target")
-    if isinstance(ground_truth, str | int | float):
-        ground_truth = [ground_truth]
-    if isinstance(ground_truth, Iterable):
-        known = [normalise(str(truth)) for truth in ground_truth if truth is not None]
+    truths = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    if isinstance(truths, str | int | float):
+        truths = [truths]
+    if isinstance(truths, Iterable):
+        known = [normalise(str(truth)) for truth in truths if truth is not None]
         if known := [truth for truth in known if truth]:
             return known
     raise ValueError(
-        f"the ground truth {ground_truth!r} holds no answer; expected a text, a list of texts, or"
+        f"the ground truth {ground_truth!r:.200} holds no answer; expected a text, a list of texts, or"
         ' {"target": a list of texts}'
     )

@@ -56,6 +56,14 @@ class BaseTool:
     """Its answers depend on a call's arguments alone, and calc_reward on nothing: a trajectory that has used it can go
     on in another sidecar. The entry's config may say so too (`stateless: true`)."""
 
+    config_keys: tuple[str, ...] | None = None
+    """The keys that the entry's config may have beside those of every tool (`config_keys.COMMON`): another one is an
+    error. Holds for this class alone, not for subclasses; None: any."""
+
+    path_keys: tuple[str, ...] = ()
+    """Keys of the config that name a file: it is looked for beside the tool_config file, then from the working folder,
+    and the tool is given where it is."""
+
     def __init__(self, config: dict[str, Any], tool_schema: Mapping[str, Any] | None):
         """Made once, when the sidecar starts.
 

@@ -2,7 +2,7 @@
 
     config:
       type: native
-      corpus: data/corpus.jsonl     # lines of {"id", "contents"} or {"title", "text"}; relative to the working folder
+      corpus: corpus.jsonl          # lines of {"id", "contents"} or {"title", "text"}; beside this file, or a path
       topk: 3
       cache: true                   # keep the index beside the file
       k1: 1.5                       # BM25's
@@ -31,6 +31,9 @@ MAX_TOPK = 1000
 
 class Bm25SearchTool(SearchToolBase):
     """Stateless. The index is opened or built when the sidecar starts."""
+
+    config_keys = ("corpus", "topk", "cache", "k1", "b")
+    path_keys = ("corpus",)
 
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
         """ValueError for settings that are none; the file is read in `startup`."""
@@ -80,7 +83,10 @@ def make_app(index: Bm25Index, topk: int = 3) -> web.Application:
     """A retrieval server: POST /retrieve as in search.py, GET /healthz. A request that does not fit is 422."""
 
     async def retrieve(request: web.Request) -> web.Response:
-        body = await request.json()
+        try:
+            body = await request.json()
+        except ValueError as error:
+            return _refused(f"the body is not JSON: {error}")
         queries = body.get("queries") if isinstance(body, dict) else None
         if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
             return _refused("queries must be a list of texts")

@@ -57,6 +57,7 @@ class CalculatorTool(BaseTool):
     """Stateless. An expression that cannot be computed is a failed call: the policy is told why, and it is counted."""
 
     stateless = True
+    config_keys = ()
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         """The schema of the file's entry, else the built-in one."""

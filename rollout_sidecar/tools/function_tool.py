@@ -75,6 +75,8 @@ def is_function_tool(value: Any) -> bool:
 class FunctionTool(BaseTool):
     """A function as a tool. Stateless: what all calls share is the function's own affair."""
 
+    config_keys = ()
+
     def __init__(
         self,
         function: Callable[..., Any],

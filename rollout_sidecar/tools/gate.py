@@ -8,15 +8,15 @@ Made from keys of the tool's `config` (verl's names in parentheses):
     timeout_s (default_timeout, timeout)  deadline of a call, all its attempts together, within the request's limit
     queue_timeout_s: 30                   how long a call waits for its turn before the policy is told that it is busy
     idempotent                            a call may be repeated; the tool's class may declare it
-    retries: 2 if idempotent, else 0      further attempts after a failure of the infrastructure
+    retries: 2 if idempotent, else 0      further attempts after a failure of the infrastructure but a timeout
     breaker_failures: 16                  so many of those in a row, over all trajectories, open the breaker; 0: never
     breaker_cooldown_s: 30                then, after this time, one call is let through to try
 
 verl's names, and `retries`, may mean something else to a user's tool: a value that does not fit is told in the log, and
 is no limit here.
 
-An infrastructure failure is a call that timed out, or raised something that does not look like a complaint about the
-call itself: a tool that refuses an argument (ToolFailure, ValueError, KeyError, ...) is in good health.
+An infrastructure failure is a call that timed out, or whose tool could not reach what it needs: see faults.py. Whatever
+else a tool raises is a complaint about the call, and the tool is in good health.
 
 All times are the event loop's, so a loop with a clock of its own makes every decision repeatable.
 """
@@ -24,12 +24,11 @@ All times are the event loop's, so a loop with a clock of its own makes every de
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from rollout_sidecar.errors import DeadlineError, RolloutError, ToolError
-from rollout_sidecar.tools.base import ToolFailure
-from rollout_sidecar.tools.http import HttpFailure
+from rollout_sidecar.tools.faults import is_infrastructure, is_timeout, origin_of
 
 T = TypeVar("T")
 
@@ -41,13 +40,8 @@ VERL_GRACE_S = 10.0
 """verl's timeout keys are what a tool allows its service; its own answer to that should not be cut off. A sandbox's
 default_timeout holds for compiling and for running."""
 
-COMPLAINTS = (ArithmeticError, AssertionError, LookupError, SyntaxError, TypeError, ValueError)
-"""What tools raise about the arguments of a call."""
-
-
-class RaisedError(ToolError):
-    """A tool raised something of its own, which is the cause. A ToolError that it raises itself stays what it is:
-    it says something about the tool."""
+EARLY_S = 0.01
+"""A tool that gives up so much before the call's deadline does so by a limit of its own."""
 
 
 class UnavailableError(ToolError):
@@ -127,6 +121,13 @@ class Passage(Generic[T]):
     attempts: int = 0
 
 
+CONFIG_KEYS = (
+    *(field.name for field in fields(GateOptions)),
+    *("num_workers", "default_timeout", "timeout", "enable_global_rate_limit"),
+)
+"""The keys of a tool's config that its gate reads, verl's names included."""
+
+
 class ToolGate:
     """The gate of one tool, shared by all trajectories of one event loop."""
 
@@ -182,17 +183,19 @@ class ToolGate:
             answer, error = None, None
             try:
                 answer = await attempt(max(0.0, deadline - started))
-            except DeadlineError:
-                error = DeadlineError(f"no result within {timeout_s:g} s")
+            except DeadlineError as raised:
+                error = raised
+                if clock() > deadline - EARLY_S:
+                    error = DeadlineError(f"no result within {timeout_s:g} s")
             except RolloutError as raised:
                 error = raised
             latency_s += clock() - started
             pause_s = FIRST_PAUSE_S * 2 ** (attempts - 1)
             if error is not None:
-                pause_s = max(pause_s, getattr(_origin(error), "retry_after_s", 0.0))
+                pause_s = max(pause_s, getattr(origin_of(error), "retry_after_s", 0.0))
             if (
                 error is None
-                or isinstance(error, DeadlineError)
+                or is_timeout(error)
                 or not is_infrastructure(error)
                 or attempts > self.options.retries
                 or clock() + pause_s >= deadline
@@ -301,19 +304,6 @@ class Breaker:
             opens = self._opened is None and 0 < self._limit <= self._failures
             if opens or probe:
                 self._opened = now
-
-
-def is_infrastructure(error: RolloutError) -> bool:
-    """Whether a failed call says something about the tool, and not about the call."""
-    origin = _origin(error)
-    if isinstance(origin, HttpFailure):
-        return origin.fault != "status" or origin.status >= 500 or origin.status == 429
-    return isinstance(error, DeadlineError) or not isinstance(origin, (ToolFailure, *COMPLAINTS))
-
-
-def _origin(error: RolloutError) -> BaseException:
-    """What foreign code raised, before it crossed the boundary."""
-    return (error.__cause__ or error) if isinstance(error, RaisedError) else error
 
 
 def _optional(config: Mapping[str, Any], key: str, *, whole: bool = False) -> float | None:

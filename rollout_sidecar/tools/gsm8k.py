@@ -44,6 +44,8 @@ class _Submissions:
 class Gsm8kTool(BaseTool):
     """Keeps the last answer and its score for each instance."""
 
+    config_keys = ("verl_identical",)
+
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
         """No instances yet."""
         self._verl_identical = bool(config.get("verl_identical", False))

@@ -13,7 +13,9 @@ A path that ends in .py is verl's function_tool_path: all functions in it that a
 
 Differs from verl: schemas reach the policy unchanged (verl drops nested properties, items and defaults), tool_schema
 may be left to the class for every tool, config.type may be left out, a null key is an absent one everywhere, and two
-tools of one name are an error. Relative paths are looked for beside the file, then from the working folder.
+tools of one name are an error. An unknown key in the config of a tool of ours, a key that is there twice, and a type
+that JSON Schema does not have are errors too. Relative paths are looked for beside the file, then from the working
+folder.
 """
 
 import inspect
@@ -23,12 +25,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rollout_sidecar.profiles import Profile, get_profile
 from rollout_sidecar.tools.base import BaseTool
+from rollout_sidecar.tools.config_keys import check_keys
 from rollout_sidecar.tools.function_tool import FunctionTool, is_function_tool
-from rollout_sidecar.tools.schemas import OpenAIFunctionToolSchema, read_schema, shown_schema
+from rollout_sidecar.tools.schemas import (
+    OpenAIFunctionToolSchema,
+    read_schema,
+    shown_schema,
+    wrong_types,
+)
+from rollout_sidecar.user_files import find_file, read_yaml
 from rollout_sidecar.verl_names import import_user_object, load_user_file
 
 StrPath = str | PathLike[str]
@@ -79,7 +86,11 @@ def make_entry(
     entry: dict[str, Any], where: str, file: Path, *, profile: Profile | str = "default"
 ) -> dict[str, BaseTool]:
     """The tools of one native entry of `file`, as `read_entries` gives it. ValueError, starting with `where`."""
-    return _shown(_make_tools(entry, where, file), where, profile)
+    tools = _shown(_make_tools(entry, where, file), where, profile)
+    for tool in tools.values():
+        for problem in wrong_types(tool.tool_schema):
+            raise ValueError(f"{where}: {problem}")
+    return tools
 
 
 def read_entries(path: StrPath) -> list[tuple[str, dict[str, Any]]]:
@@ -87,10 +98,7 @@ def read_entries(path: StrPath) -> list[tuple[str, dict[str, Any]]]:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{file}: no such tool_config file")
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid YAML: {error}") from error
+    content = read_yaml(file)
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f"{file}: expected a list under the key `tools`")
@@ -98,16 +106,6 @@ def read_entries(path: StrPath) -> list[tuple[str, dict[str, Any]]]:
         (where, _checked(entry, where))
         for where, entry in ((f"{path}: tools[{i}]", entry) for i, entry in enumerate(entries))
     ]
-
-
-def find_file(name: str, base_dir: Path, where: str) -> Path:
-    """A file that a setting names: beside the file that names it, or else from the working folder, as verl does."""
-    for file in (base_dir / name, Path(name)):
-        if file.is_file():
-            return file
-    raise ValueError(
-        f"{where}: {name}: no such file (looked in {base_dir.absolute()} and {Path.cwd()})"
-    )
 
 
 def _entries(paths: Iterable[StrPath]) -> Iterable[tuple[str, dict[str, Any], Path]]:
@@ -159,7 +157,15 @@ def _make_tools(entry: dict[str, Any], where: str, file: Path) -> list[Any]:
     checked = None if schema is None else read_schema(schema, where)
     if "class_name" in entry:
         name = str(entry["class_name"])
-        return [_make_tool(import_user_object(name, where), name, config, checked, where)]
+        found = import_user_object(name, where)
+        if inspect.isroutine(found):
+            _mark_verls_own(found.__module__, where)
+            if not is_function_tool(found):
+                raise ValueError(
+                    f"{where}: class_name {name!r} is a function that is not decorated with @function_tool; decorate"
+                    " it, or name a class"
+                )
+        return [_make_tool(found, name, config, checked, where, file)]
     path, colon, name = str(entry["function"]).rpartition(":")
     if not colon:
         path, name = name, ""
@@ -167,26 +173,32 @@ def _make_tools(entry: dict[str, Any], where: str, file: Path) -> list[Any]:
         raise ValueError(f"{where}: function {entry['function']!r} must be path/to/file.py:name")
     module = load_user_file(find_file(path, file.parent, where), where)
     if not name:
+        check_keys(config, (), where)
         return [FunctionTool(function, config) for function in _decorated(module, where)]
     if not hasattr(module, name):
         raise ValueError(f"{where}: {path} has no function {name!r}")
-    return [_make_tool(getattr(module, name), name, config, checked, where)]
+    return [_make_tool(getattr(module, name), name, config, checked, where, file)]
 
 
 def _decorated(module: Any, where: str) -> list[Any]:
-    """The functions of a file that are tools; where verl itself is installed, its decorator keeps them in a table."""
-    table = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
-    theirs = {
-        entry.fn: FunctionTool(entry.fn, {}, read_schema(entry.tool_schema, where)).tool_schema
-        for entry in table.values()
-        if entry.fn.__module__ == module.__name__
-    }
-    for function, schema in theirs.items():
-        function.tool_schema = schema
+    """The functions of a file that are tools."""
+    _mark_verls_own(module.__name__, where)
     functions = [value for value in vars(module).values() if is_function_tool(value)]
     if not functions:
         raise ValueError(f"{where}: the file has no function decorated with @function_tool")
     return functions
+
+
+def _mark_verls_own(module: str | None, where: str) -> None:
+    """Where verl itself is installed, its decorator does not mark functions, but keeps them in a table."""
+    table = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
+    theirs = {
+        entry.fn: FunctionTool(entry.fn, {}, read_schema(entry.tool_schema, where)).tool_schema
+        for entry in table.values()
+        if entry.fn.__module__ == module
+    }
+    for function, schema in theirs.items():
+        function.tool_schema = schema
 
 
 def _make_tool(
@@ -195,6 +207,7 @@ def _make_tool(
     config: dict[str, Any],
     schema: OpenAIFunctionToolSchema | None,
     where: str,
+    file: Path,
 ) -> Any:
     if inspect.isroutine(found):
         found_class, arguments = FunctionTool, {"function": found}
@@ -205,10 +218,17 @@ def _make_tool(
                 f"{where}: {name} is not a tool: it lacks {', '.join(missing) or 'a class'}"
             )
         found_class, arguments = found, {}
+    own = vars(found_class).get("config_keys")
+    if own is not None:
+        check_keys(config, own, where)
+    for key in getattr(found_class, "path_keys", ()):
+        if isinstance(config.get(key), str) and config[key]:
+            found_file = find_file(config[key], file.parent, f"{where}: config.{key}")
+            config = {**config, key: str(found_file)}
     try:
         # By keyword, as verl does: the order is the user's own.
         return found_class(**arguments, config=config, tool_schema=schema)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Foreign code: say whose it was.
         raise ValueError(f"{where}: {name} could not be made: {error!r}") from error
 

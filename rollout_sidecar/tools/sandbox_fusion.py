@@ -62,6 +62,13 @@ class SandboxFusionTool(BaseTool):
     """Each call runs in a folder of its own on the server."""
 
     stateless = True
+    config_keys = (
+        "sandbox_fusion_url",
+        "compile_timeout",
+        "default_language",
+        "memory_limit_mb",
+        "headers",
+    )
 
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
         """ValueError for an address or a limit that is none."""

@@ -9,7 +9,8 @@ Differs from verl: nothing is dropped or rejected (items, nested properties, any
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, Self
 
 SchemaFields = Literal["as_written", "set_fields", "all_fields"]
@@ -18,6 +19,18 @@ and exclude_none); or in verl's order with the fields it fills in (its plain mod
 
 _MAY_BE_NULL = {"default", "const"}
 """Keys of JSON Schema whose null is a value. Any other null means that the key is absent."""
+
+
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+"""JSON Schema's."""
+_PYTHON_TYPES = {
+    "bool": "boolean",
+    "dict": "object",
+    "float": "number",
+    "int": "integer",
+    "list": "array",
+    "str": "string",
+}
 
 
 class _Model(dict[str, Any]):
@@ -190,6 +203,37 @@ def read_schema(value: Any, where: str) -> OpenAIFunctionToolSchema:
             f"got {parameters!r}"
         )
     return schema
+
+
+def wrong_types(schema: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the types in a tool's schema, each a sentence: JSON Schema has no others than TYPES."""
+    function = schema.get("function")
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    yield from _wrong_types(parameters, "parameters")
+
+
+def _wrong_types(schema: Any, place: str) -> Iterator[str]:
+    if not isinstance(schema, Mapping):
+        return
+    kinds = schema.get("type")
+    for kind in kinds if isinstance(kinds, list) else [] if kinds is None else [kinds]:
+        if kind not in TYPES:
+            near = [_PYTHON_TYPES.get(str(kind)), *get_close_matches(str(kind), TYPES, 1)]
+            meant = next((f"; did you mean {name!r}?" for name in near if name), "")
+            yield (
+                f"tool_schema.function.{place}.type is {kind!r}, expected one of {', '.join(TYPES)}{meant}"
+            )
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        parts = schema.get(key)
+        for name, part in parts.items() if isinstance(parts, Mapping) else ():
+            yield from _wrong_types(part, f"{place}.{key}.{name}")
+    for key in ("items", "additionalProperties", "not", "anyOf", "oneOf", "allOf", "prefixItems"):
+        parts = schema.get(key)
+        if isinstance(parts, list):
+            for i, part in enumerate(parts):
+                yield from _wrong_types(part, f"{place}.{key}[{i}]")
+        else:
+            yield from _wrong_types(parts, f"{place}.{key}")
 
 
 def shown_schema(

@@ -102,6 +102,8 @@ class SearchToolBase(BaseTool):
 class SearchTool(SearchToolBase):
     """Stateless client of a retrieval server."""
 
+    config_keys = ("retrieval_service_url", "topk", "headers")
+
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
         """ValueError for an address or a limit that is none."""
         url = checked_url(config.get("retrieval_service_url"), "retrieval_service_url")

@@ -22,6 +22,8 @@ from rollout_sidecar.tools.search_providers import SearchResult, make_provider
 class WebSearchTool(SearchToolBase):
     """Stateless. One provider serves all trajectories."""
 
+    config_keys = ("provider", "options", "topk")
+
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
         """ValueError for a provider or options that are none."""
         options = config.get("options") or {}

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -245,6 +246,9 @@ async def test_the_server_answers_the_retrieval_client(folder):
         ):
             with pytest.raises(Exception, match=f"status 422: {problem}"):
                 await tool._http.request_json("POST", tool._url, body=body, timeout_s=5)
+        async with aiohttp.ClientSession() as session, session.post(tool._url, data=b"bad") as bad:
+            assert bad.status == 422
+            assert (await bad.json())["detail"].startswith("the body is not JSON: Expecting value")
         await tool.shutdown()
     finally:
         server.terminate()

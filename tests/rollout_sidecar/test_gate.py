@@ -9,14 +9,13 @@ from stepping_loop import run_stepping
 
 from rollout_sidecar.errors import DeadlineError, RolloutError, ToolError, boundary
 from rollout_sidecar.tools.base import ToolFailure
+from rollout_sidecar.tools.faults import RaisedError, is_infrastructure
 from rollout_sidecar.tools.gate import (
     GateOptions,
     Passage,
-    RaisedError,
     RateLimit,
     ToolGate,
     UnavailableError,
-    is_infrastructure,
 )
 from rollout_sidecar.tools.http import HttpFailure
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 from mcp_cases import entry, http_server, opened, play_all, raw, say, server_processes
@@ -10,6 +11,7 @@ from sidecar_cases import call, statuses, tool_messages
 
 from rollout_sidecar.errors import DeadlineError, ToolError
 from rollout_sidecar.tools.mcp import stdio
+from rollout_sidecar.tools.mcp import tools as mcp_tools
 from rollout_sidecar.tools.mcp.connection import ConnectionLost, ServerUnavailable
 from rollout_sidecar.tools.mcp.tools import open_mcp_tools
 
@@ -112,15 +114,27 @@ async def test_a_restart_between_calls_is_not_noticed(tmp_path, kind):
             assert [await say(tools, key, "inc") for key in "ab"] == ["2", "1"]
 
 
-async def test_a_server_that_is_not_up_yet_is_waited_for(tmp_path):
+async def test_a_server_that_is_not_up_yet_is_waited_for(tmp_path, caplog):
     with http_server("http") as server:
         server.kill()
         made = entry(tmp_path, {"s": {"url": server.url}}, connect_timeout_s=20)
         opening = asyncio.create_task(open_mcp_tools(made, where="tools[0]", base_dir=tmp_path))
         await asyncio.sleep(0.7)
         assert not opening.done()
+        assert (
+            f"nobody listens at {server.url} yet; waiting up to 10 s for MCP server" in caplog.text
+        )
         server.start()
         assert "inc" in await opening
+
+
+async def test_a_server_that_does_not_come_up_is_not_waited_for_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr(mcp_tools, "LATE_START_S", 0.6)
+    made = entry(tmp_path, {"s": {"url": "http://127.0.0.1:9/mcp"}}, connect_timeout_s=20)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"cannot be used: .* \(waited 0.6 s for it to start\)"):
+        await open_mcp_tools(made, where="tools[0]", base_dir=tmp_path)
+    assert time.monotonic() - began < 5
 
 
 # --- a server that hangs ----------------------------------------------------------------------------------------

@@ -117,9 +117,20 @@ def test_a_path_is_looked_for_beside_the_tool_config_then_in_the_working_folder(
     assert read_servers("mcp.json", where="", base_dir=beside)["s"].command == "working"
     (working / "mcp.json").unlink()
     with pytest.raises(
-        ValueError, match=r"tools\[0\]: .*'mcp\.json' is no file \(looked for .*beside"
+        ValueError, match=r"tools\[0\]: .*path: mcp\.json: no such file \(looked in .*beside"
     ):
         read_servers("mcp.json", where="tools[0]", base_dir=beside)
+
+
+def test_a_command_and_a_folder_are_looked_for_beside_the_json(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "serve").write_text("")
+    found = one(tmp_path, command="bin/serve", cwd="bin")
+    assert (found.command, found.cwd) == (str(tmp_path / "bin" / "serve"), str(tmp_path / "bin"))
+    found = one(tmp_path, command="other/serve", cwd="other")
+    assert (found.command, found.cwd) == ("other/serve", "other")
+    # A bare name is a program on the PATH.
+    assert one(tmp_path, command="bin").command == "bin"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,8 @@ def test_a_path_is_looked_for_beside_the_tool_config_then_in_the_working_folder(
         ("{", r"mcp\.json is not valid JSON: .*line 1"),
         ("[]", r"expected an object with a key `mcpServers`"),
         ({"servers": {}}, r"a key `mcpServers` .*; its keys are: servers"),
+        ({"mcpServers": []}, r"an object of servers by name\); mcpServers is \[\]"),
+        ('{"mcpServers": {"s": {}, "s": {}}}', r"mcp\.json: the key 's' is there twice"),
         ({"mcpServers": {}}, r"tools\[0\]: no server in mcp\.json that is not disabled"),
         (
             {"mcpServers": {"s": 1}},

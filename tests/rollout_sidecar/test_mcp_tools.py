@@ -215,6 +215,15 @@ async def test_a_server_that_cannot_be_used_is_named(tmp_path, server, problem):
     assert_nothing_left()
 
 
+async def test_a_type_that_json_schema_does_not_have_is_told_and_left(tmp_path, caplog):
+    made = entry(tmp_path, {"s": raw("mistyped")})
+    found = await open_mcp_tools(made, where="tools[0]", base_dir=tmp_path)
+    properties = found["inc"].tool_schema["function"]["parameters"]["properties"]
+    assert properties == {"x": {"type": "strin"}}
+    assert "tools[0]: tool 'inc' of MCP server 's'" in caplog.text
+    assert "properties.x.type is 'strin', expected one of array" in caplog.text
+
+
 async def test_one_bad_server_leaves_nothing_of_the_others(tmp_path):
     made = entry(tmp_path, {"good": raw(), "bad": raw("exit")})
     with pytest.raises(ValueError, match="MCP server 'bad'"):

@@ -280,7 +280,11 @@ async def test_a_python_that_does_not_run_is_named():
 
 async def test_a_module_that_cannot_be_loaded_is_named():
     needs_bubblewrap()
-    with pytest.raises(SandboxUnavailableError, match="No module named 'no_such_module'"):
+    message = (
+        r"^the Python sandbox cannot preload no_such_module: ModuleNotFoundError: No module named 'no_such_module'"
+        r" \(see its options preload and python\)$"
+    )
+    with pytest.raises(SandboxUnavailableError, match=message):
         await PythonSandbox(SandboxOptions(preload=("no_such_module",))).start()
 
 

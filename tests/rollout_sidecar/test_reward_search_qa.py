@@ -78,6 +78,13 @@ def test_a_ground_truth_without_an_answer_is_an_error(truth):
         score("<answer>x</answer>", truth)
 
 
+def test_a_misspelt_key_of_a_ground_truth_can_be_seen():
+    with pytest.raises(
+        ValueError, match=r"the ground truth \{'targets': \['x'\]\} holds no answer"
+    ):
+        score("<answer>x</answer>", {"targets": ["x"]})
+
+
 def test_the_measure_must_be_known():
     with pytest.raises(ValueError, match="measure='rouge' must be"):
         score("", "x", measure="rouge")

@@ -9,7 +9,8 @@ from aiohttp.test_utils import TestServer
 from rollout_sidecar.tools.base import ToolFailure
 from rollout_sidecar.tools.bm25 import make_app
 from rollout_sidecar.tools.bm25_index import open_index
-from rollout_sidecar.tools.gate import GateOptions, is_infrastructure
+from rollout_sidecar.tools.faults import is_infrastructure
+from rollout_sidecar.tools.gate import GateOptions
 from rollout_sidecar.tools.registry import load_tools
 from rollout_sidecar.tools.search import Document, SearchTool, results_text
 
@@ -177,7 +178,10 @@ def test_config_that_cannot_work_is_refused(config, problem):
 
 
 @pytest.mark.parametrize("name", ["sandbox_fusion", "search", "bm25", "web_search", "gsm8k"])
-def test_shipped_configs_make_their_tools(name, request):
+def test_shipped_configs_make_their_tools(name, request, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "corpus.jsonl").write_text('{"id": 0, "contents": "T\\nx"}')
+    monkeypatch.chdir(tmp_path)
     tools = load_tools(request.config.rootpath / "configs" / "tools" / f"{name}.yaml")
     assert len(tools) == 1
     for tool in tools.values():

@@ -7,7 +7,7 @@ from sidecar_cases import (
     CounterTool,
     HangingTool,
     PenaltyTool,
-    RaisingTool,
+    Signal,
     call,
     make_agent,
     make_request,
@@ -159,7 +159,7 @@ async def test_per_call_instances_are_released_whatever_fails(tiny_tokenizer, fa
 @pytest.mark.parametrize("where", ["create", "execute", "release"])
 async def test_cancelling_releases_per_call_instances_exactly_once(tiny_tokenizer, where):
     """Pain point 15."""
-    reached, go = asyncio.Event(), asyncio.Event()
+    reached, go = Signal(), Signal()
 
     class Slow(PerCallTool):
         async def pause(self, at):
@@ -225,7 +225,11 @@ async def test_a_failure_that_found_its_words_is_told_as_it_stands(tiny_tokenize
 
 
 async def test_the_gate_of_a_tool_s_config_holds_over_trajectories(tiny_tokenizer):
-    tool = RaisingTool()
+    class Unreachable(CounterTool):
+        async def answer(self, instance_id, parameters):
+            raise ConnectionRefusedError("refused")
+
+    tool = Unreachable()
     tool.config = {"breaker_failures": 2}
     agent = make_agent(tiny_tokenizer, [call("counter"), "#### 2"], tool)
     played = [await play(agent) for _ in range(3)]

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rollout_sidecar.tools.config_keys import check_keys
 from rollout_sidecar.tools.mcp.servers import McpServer, read_servers
+from rollout_sidecar.verl_names import STOCK_CLASSES
 
 SessionScope = Literal["trajectory", "run", "call"]
 
 DEFAULT_TIMEOUT_S = 30.0
+
+_KEYS = ("session", "connect_timeout_s", "max_sessions", "prestart", "session_idle_s", "prefix")
+"""Of the config of a tool of ours, beside those of every tool."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class McpEntry:
 def read_entry(entry: Mapping[str, Any], *, where: str, base_dir: Path) -> McpEntry:
     """Reads an entry and the MCP JSON files that it names. ValueError names the file, the key, and the way out."""
     config = _mapping(entry, "config", where)
+    class_name = entry.get("class_name")
+    if class_name is None or _is_ours(class_name):
+        check_keys(config, _KEYS, where)
     settings = _mapping(entry, "mcp", where)
     unknown = sorted(set(settings) - {"mcp_servers_config_path", "tool_selected_list"})
     if unknown:
@@ -60,7 +68,7 @@ def read_entry(entry: Mapping[str, Any], *, where: str, base_dir: Path) -> McpEn
     paths = settings["mcp_servers_config_path"]
     return McpEntry(
         where=where,
-        class_name=entry.get("class_name"),
+        class_name=class_name,
         config=config,
         options=_options(config, where),
         servers=read_servers(paths, where=where, base_dir=base_dir),
@@ -75,6 +83,11 @@ def call_timeout(config: Mapping[str, Any]) -> float:
         if config.get(key) is not None:
             return float(config[key])
     return DEFAULT_TIMEOUT_S
+
+
+def _is_ours(class_name: Any) -> bool:
+    """Users' subclasses may have keys of their own."""
+    return class_name in STOCK_CLASSES or str(class_name).startswith("rollout_sidecar.")
 
 
 def _options(config: dict[str, Any], where: str) -> SessionOptions:

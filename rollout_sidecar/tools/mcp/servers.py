@@ -13,7 +13,6 @@ Differs from verl: an auth_token with a url does not decide for SSE. Streamable 
 the url ends in /sse or the entry names its transport.
 """
 
-import json
 import logging
 import os
 import re
@@ -21,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from rollout_sidecar.user_files import find_file, read_json
 
 Transport = Literal["stdio", "http", "sse", "http_or_sse"]
 
@@ -89,7 +90,7 @@ def read_servers(
         )
     servers: dict[str, McpServer] = {}
     for path in paths:
-        file = _find(Path(path), base_dir, where)
+        file = find_file(str(path), base_dir, f"{where}: mcp_servers_config_path")
         for name, entry in _read_entries(file).items():
             server = _read_server(name, entry, str(file), environ)
             if server is None:
@@ -108,25 +109,16 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike) and bool(str(value))
 
 
-def _find(path: Path, base_dir: Path, where: str) -> Path:
-    candidates = [path] if path.is_absolute() else [base_dir / path, path]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    looked = " and ".join(dict.fromkeys(str(candidate.resolve()) for candidate in candidates))
-    raise ValueError(
-        f"{where}: mcp_servers_config_path {str(path)!r} is no file (looked for {looked})"
-    )
-
-
 def _read_entries(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    content = read_json(file)
+    if not isinstance(content, dict):
+        found = f"it is {content!r:.40}"
+    elif "mcpServers" not in content:
+        found = f"its keys are: {', '.join(content) or 'none'}"
+    else:
+        found = f"mcpServers is {content['mcpServers']!r:.40}"
     entries = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
-        found = f"its keys are: {', '.join(content)}" if isinstance(content, dict) else "it is none"
         raise ValueError(
             f"{file}: expected an object with a key `mcpServers` (an object of servers by name); {found}"
         )
@@ -164,10 +156,10 @@ def _read_server(name: str, entry: Any, file: str, environ: Mapping[str, str]) -
         name=name,
         file=file,
         transport=transport,
-        command=_string(entry, "command", where),
+        command=_command(entry, file, where),
         args=_arguments(entry, where),
         env=_strings(entry, "env", where, environ),
-        cwd=_string(entry, "cwd", where) if "cwd" in entry else "",
+        cwd=_beside(file, _string(entry, "cwd", where)) if "cwd" in entry else "",
     )
 
 
@@ -203,6 +195,17 @@ def _string(entry: dict[str, Any], key: str, where: str) -> str:
     if key == "url" and not re.match(r"https?://[^/]|\$\{", value):
         raise ValueError(f"{where}: url must start with http:// or https://, got {value!r}")
     return value
+
+
+def _command(entry: dict[str, Any], file: str, where: str) -> str:
+    command = _string(entry, "command", where)
+    return _beside(file, command) if "/" in command else command  # else it is sought on the PATH
+
+
+def _beside(file: str, path: str) -> str:
+    """A path that is there beside the file, absolute, since the process may run elsewhere; another one as it is."""
+    beside = Path(file).absolute().parent / path
+    return str(beside) if beside.exists() else path
 
 
 def _arguments(entry: dict[str, Any], where: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from rollout_sidecar.tools.base import BaseTool, ToolFailure, ToolResponse
 from rollout_sidecar.tools.mcp.entry import McpEntry, SessionOptions, call_timeout, read_entry
 from rollout_sidecar.tools.mcp.results import structured_text, text_of
 from rollout_sidecar.tools.mcp.servers import McpServer
-from rollout_sidecar.tools.schemas import read_schema
+from rollout_sidecar.tools.schemas import read_schema, wrong_types
 from rollout_sidecar.verl_names import import_user_object
 
 if TYPE_CHECKING:
@@ -37,8 +37,12 @@ if TYPE_CHECKING:
 
     from rollout_sidecar.tools.mcp.sessions import SessionPool
 
+T = TypeVar("T")
+
+LATE_START_S = 10.0
+"""How long a server that does not listen yet is waited for when the sidecar starts."""
 RETRY_S = 0.5
-"""Between looks for a server that does not listen yet when the sidecar starts."""
+"""Between looks for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +168,7 @@ async def open_mcp_tools(
     """The tools of an mcp entry of a tool_config, by name, in the servers' order.
 
     Connects to each server, lists its tools, and disconnects. A server that does not listen yet is waited for, up to
-    connect_timeout_s.
+    LATE_START_S or connect_timeout_s, whichever is less.
 
     Args:
         entry: class_name (an import path, or the class itself), config and mcp; see the top of this file.
@@ -210,6 +214,8 @@ def _make_tool(
     }
     where = f"{entry.where}: tool {listed.name!r} of {server}"
     schema = read_schema({"type": "function", "function": function}, where)
+    for problem in wrong_types(schema):
+        _log.warning("%s: %s; left as it is", where, problem)
     try:
         tool = tool_class(config=dict(entry.config), tool_schema=schema)
     except Exception as error:
@@ -268,7 +274,8 @@ async def _list_tools(
 ) -> "list[mcp_types.Tool]":
     from rollout_sidecar.tools.mcp.connection import McpConnection, ServerUnavailable
 
-    deadline = time.monotonic() + options.connect_timeout_s
+    patience_s = min(LATE_START_S, options.connect_timeout_s)
+    deadline = time.monotonic() + patience_s
     waited = False
     while True:
         connection = McpConnection(server, connect_timeout_s=options.connect_timeout_s)
@@ -277,9 +284,13 @@ async def _list_tools(
             return await connection.list_tools(options.connect_timeout_s)
         except ServerUnavailable as error:
             if not error.refused or time.monotonic() + RETRY_S > deadline:
-                raise ValueError(f"{where}: {error.detail}") from error
+                late = f" (waited {patience_s:g} s for it to start)" if error.refused else ""
+                raise ValueError(f"{where}: {error.detail}{late}") from error
             if not waited:
-                _log.info("waiting for %s at %s", server, server.address)
+                _log.warning(
+                    "nobody listens at %s yet; waiting up to %g s for %s",
+                    *(server.address, patience_s, server),
+                )
             waited = True
         except (ToolError, DeadlineError) as error:
             raise ValueError(f"{where}: {server} does not list its tools: {error}") from error

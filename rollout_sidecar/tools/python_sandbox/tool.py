@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from rollout_sidecar.tools.base import BaseTool, ToolResponse
-from rollout_sidecar.tools.gate import GateOptions
+from rollout_sidecar.tools.config_keys import COMMON
 from rollout_sidecar.tools.python_sandbox.errors import WorkerLostError
 from rollout_sidecar.tools.python_sandbox.options import SandboxOptions
 from rollout_sidecar.tools.python_sandbox.sandbox import PythonSandbox, shared_sandbox
@@ -22,10 +22,6 @@ from rollout_sidecar.tools.python_sandbox.sandbox import PythonSandbox, shared_s
 CALL_MARGIN_S = 30.0
 """What a call may take beyond its time limit, for the wait for a worker: the gate must not cut off the answer that says
 that the program ran too long."""
-
-GATE_KEYS = {field.name for field in fields(GateOptions)} | {
-    *("num_workers", "default_timeout", "timeout", "enable_global_rate_limit"),
-}
 
 
 def schema(*, stateful: bool, last_value: bool) -> dict[str, Any]:
@@ -49,9 +45,11 @@ def schema(*, stateful: bool, last_value: bool) -> dict[str, Any]:
 class PythonSandboxTool(BaseTool):
     """Runs the policy's Python; see the package for what is walled off."""
 
+    config_keys = ("stateful", *(field.name for field in fields(SandboxOptions)))
+
     def __init__(self, config: dict[str, Any], tool_schema: dict[str, Any] | None):
         """ValueError names a key that is unknown, or a value that is none."""
-        own = {key: value for key, value in config.items() if key not in {*GATE_KEYS, "type"}}
+        own = {key: value for key, value in config.items() if key not in COMMON}
         stateful = own.pop("stateful", None)
         if stateful not in (None, True, False):
             raise ValueError(f"stateful must be true or false, got {stateful!r}")

@@ -8,6 +8,7 @@ import struct
 from typing import Any
 
 from rollout_sidecar.tools.python_sandbox.errors import SandboxUnavailableError, WorkerLostError
+from rollout_sidecar.tools.python_sandbox.inside.zygote import PRELOAD
 from rollout_sidecar.tools.python_sandbox.launch import Launcher, hint
 from rollout_sidecar.tools.python_sandbox.options import SandboxOptions
 
@@ -47,6 +48,10 @@ class Worker:
             await worker.request(_config(options, launcher.isolated), START_TIMEOUT_S)
         except WorkerLostError as error:
             await worker.buried()
+            if str(error).startswith(PRELOAD):
+                raise SandboxUnavailableError(
+                    f"the Python sandbox {error} (see its options preload and python)"
+                ) from error
             raise SandboxUnavailableError(
                 f"bubblewrap could not make a sandbox here: {error}.{hint()}"
                 if launcher.isolated

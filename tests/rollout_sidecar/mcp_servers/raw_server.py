@@ -38,6 +38,9 @@ def tools() -> list[Any]:
     """What tools/list gives."""
     if "no_tools" in MODES:
         return []
+    if "mistyped" in MODES:
+        odd = {"type": "object", "properties": {"x": {"type": "strin"}}}
+        return [{"name": "inc", "inputSchema": odd}]
     named: list[Any] = [{"name": "inc", "description": "Counts.", "inputSchema": EMPTY}]
     if "pages" in MODES:
         return named + [{"name": f"tool{i}", "inputSchema": EMPTY} for i in range(5)]

@@ -6,10 +6,14 @@ It runs one supervisor after the other. Each takes the next request from the soc
 import gc
 import importlib
 import os
+import sys
 import traceback
 
 from rollout_sidecar.tools.python_sandbox.inside.channel import Channel
 from rollout_sidecar.tools.python_sandbox.inside.supervisor import CLOSED, END, supervise
+
+PRELOAD = "cannot preload"
+"""How the last words begin where a module of the options cannot be imported."""
 
 
 def main() -> None:
@@ -19,7 +23,10 @@ def main() -> None:
     if config is None:
         return
     for name in config["preload"]:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            sys.exit(f"{PRELOAD} {name}: {type(error).__name__}: {error}")
     _close_what_came_along()
     gc.collect()
     gc.freeze()
