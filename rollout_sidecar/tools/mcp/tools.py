@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from rollout_sidecar.tools.mcp.sessions import SessionPool
 
-T = TypeVar("T")
-
 LATE_START_S = 10.0
 """How long a server that does not listen yet is waited for when the sidecar starts."""
 RETRY_S = 0.5
