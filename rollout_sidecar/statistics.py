@@ -28,6 +28,9 @@ UNKNOWN = "unknown"
 EXECUTED = ("ok", "timeout", "error")
 _ANSWERED = (*EXECUTED, "bad_arguments", "unavailable")
 
+PROGRAMS = {"failed": "program_failure_rate", "timed_out": "program_timeout_rate"}
+"""What sandboxes report of the programs that they ran. A program that fails is an answer: its call is ok."""
+
 KEPT = 1000
 """Trajectories that the sidecar's gauges look back on."""
 
@@ -47,6 +50,8 @@ class Facts(NamedTuple):
     calls: list[ToolCallRecord]
     replies: list[InteractionReply]
     accuracy: float | None
+    rewards: dict[str, float]
+    """By tool: those of its calls, and what calc_reward gave for the trajectory."""
 
 
 def facts(trajectory: Trajectory) -> Facts:
@@ -56,7 +61,21 @@ def facts(trajectory: Trajectory) -> Facts:
         calls=[call for turn in trajectory.turns for call in turn.calls],
         replies=[turn.reply for turn in trajectory.turns if turn.reply is not None],
         accuracy=trajectory.metrics.get("acc"),
+        rewards=_rewards(trajectory),
     )
+
+
+def _rewards(trajectory: Trajectory) -> dict[str, float]:
+    if trajectory.scored and trajectory.reward_terms:  # then scoring has added them up
+        prefix = "tool_reward/"
+        found = trajectory.metrics.items()
+        return {k.removeprefix(prefix): v for k, v in found if k.startswith(prefix)}
+    rewards: dict[str, float] = defaultdict(float)
+    for turn in trajectory.turns:
+        for call in turn.calls:
+            if call.status in EXECUTED:
+                rewards[call.name] += call.reward
+    return dict(rewards)
 
 
 def statistics(played: Sequence[Facts], tool_names: Collection[str] = ()) -> Iterator[Statistic]:
@@ -107,6 +126,21 @@ def _of_calls(played: Sequence[Facts], tool_names: Collection[str]) -> Iterator[
             yield Statistic(f"tools/{{name}}/{key}", value, name)
         per_trajectory = len(by_name[name]) / len(played)
         yield Statistic("tools/{name}/calls_per_trajectory", per_trajectory, name)
+        if name != UNKNOWN:
+            yield from _rewards_of(name, played)
+
+
+def _rewards_of(name: str, played: Sequence[Facts]) -> Iterator[Statistic]:
+    users = [
+        one
+        for one in played
+        if any(call.name == name and call.status in EXECUTED for call in one.calls)
+    ]
+    if users:
+        mean = _mean([one.rewards.get(name, 0.0) for one in users])
+        yield Statistic("tools/{name}/reward_mean", mean, name)
+        total = float(np.sum([one.rewards.get(name, 0.0) for one in played]))
+        yield Statistic("tools/{name}/reward_sum", total, name)
 
 
 def _one_tool(calls: Sequence[ToolCallRecord], unknown: bool) -> dict[str, float]:
@@ -121,9 +155,11 @@ def _one_tool(calls: Sequence[ToolCallRecord], unknown: bool) -> dict[str, float
     if executed:
         p50, p95 = np.percentile([call.latency_s for call in executed], [50, 95])
         values |= {"latency_p50_s": float(p50), "latency_p95_s": float(p95)}
-        rewards = [call.reward for call in executed]
-        values |= {"reward_mean": _mean(rewards), "reward_sum": float(np.sum(rewards))}
         values["attempts_mean"] = _mean([call.attempts for call in executed])
+    for key, name in PROGRAMS.items():
+        reported = [call.metrics[key] for call in executed if key in call.metrics]
+        if reported:
+            values[name] = _mean(reported)
     queued = [call.queue_s for call in calls if call.status in (*EXECUTED, "unavailable")]
     if queued:
         p50, p95 = np.percentile(queued, [50, 95])
@@ -166,7 +202,13 @@ class RecentTrajectories:
             self._played.append(
                 whole._replace(
                     calls=[
-                        replace(call, arguments=None, raw="", result="", metrics={})
+                        replace(
+                            call,
+                            arguments=None,
+                            raw="",
+                            result="",
+                            metrics={k: v for k, v in call.metrics.items() if k in PROGRAMS},
+                        )
                         for call in whole.calls
                     ],
                     replies=[replace(reply, text="") for reply in whole.replies],

@@ -86,8 +86,16 @@ REGISTRY: dict[str, Metric] = {
     "tools/{name}/queue_p50_s": Metric("Median time that calls waited for their turn.", "s"),
     "tools/{name}/queue_p95_s": Metric("Wait that 95 % of them stay below.", "s"),
     "tools/{name}/attempts_mean": Metric("Attempts of an executed call.", "attempts"),
-    "tools/{name}/reward_mean": Metric("Mean of the rewards that executed calls returned."),
-    "tools/{name}/reward_sum": Metric("Sum of them over all trajectories."),
+    "tools/{name}/reward_mean": Metric(
+        "Mean reward of a trajectory that used the tool: its calls' rewards and calc_reward's."
+    ),
+    "tools/{name}/reward_sum": Metric("Sum of these rewards over all trajectories."),
+    "tools/{name}/program_failure_rate": Metric(
+        "Programs that failed, of those that a sandbox ran. Their calls are ok.", "fraction"
+    ),
+    "tools/{name}/program_timeout_rate": Metric(
+        "Programs that a sandbox stopped at their time limit.", "fraction"
+    ),
     # interactions
     "interaction/replies_per_trajectory": Metric(
         "Replies, where an interaction replied at all.", "replies"

@@ -153,3 +153,25 @@ async def test_a_trajectory_that_failed_to_be_scored_has_no_accuracy(tiny_tokeni
     agent = make_agent(tiny_tokenizer, ["#### 2"], reward=f"{file}:compute_score")
     assert facts(await play(agent)).accuracy is None
     assert "rollout_accuracy" not in agent.metrics.render()
+
+
+async def test_what_a_tool_gives_for_the_trajectory_and_what_became_of_its_programs(tiny_tokenizer):
+    class Sandbox(CounterTool):
+        async def execute(self, instance_id, parameters, **kwargs):
+            return "stopped", 0.25, {"failed": 1.0, "timed_out": 1.0, "run_s": 10.0}
+
+        async def calc_reward(self, instance_id, **kwargs):
+            return 1.0
+
+    agent = make_agent(tiny_tokenizer, [call("counter"), "#### 2"], Sandbox())
+    trajectory = await play(agent)
+    served = samples(agent.metrics.render())
+    trained = rollout_metrics([trajectory])
+    for name, value in (
+        ("reward_sum", 1.25),
+        ("reward_mean", 1.25),
+        ("program_failure_rate", 1.0),
+        ("program_timeout_rate", 1.0),
+        ("error_rate", 0.0),
+    ):
+        assert served[f"tool_{name}", "counter"] == trained[f"tools/counter/{name}"] == value

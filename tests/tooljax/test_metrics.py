@@ -294,7 +294,8 @@ def test_waiting_attempts_tokens_and_rewards_of_a_tool():
     assert metrics["tools/calc/result_tokens_mean"] == 10
     # Of the two that were executed.
     assert metrics["tools/calc/attempts_mean"] == 2
-    assert metrics["tools/calc/reward_mean"] == -0.25
+    # Of the only trajectory that used it.
+    assert metrics["tools/calc/reward_mean"] == -0.5
     assert metrics["tools/calc/reward_sum"] == -0.5
     # 0.1, 0.3 and 30: the one with bad arguments never waited.
     assert metrics["tools/calc/queue_p50_s"] == pytest.approx(0.3)
@@ -306,6 +307,34 @@ def test_rewards_of_a_tool_add_up():
     calls = [call("calc", "ok", reward=-0.05)] * 2
     metrics = rollout_metrics([trajectory(calls, [])])
     assert metrics["tools/calc/reward_sum"] == pytest.approx(-0.10)
+
+
+def test_rewards_of_a_tool_hold_what_it_gave_for_the_trajectory():
+    """Scoring adds up calls and calc_reward: -0.1 + 1 and -0.05 + 0.05, which is left out."""
+    scored = {"reward_terms": {"outcome": 1.0}}
+    twice = [call("calc", "ok", reward=-0.05)] * 2
+    first = trajectory(twice, [], metrics={"tool_reward/calc": 0.9}, **scored)
+    second = trajectory([call("calc", "ok", reward=-0.05)], [], **scored)
+    unused = trajectory([], metrics={"tool_reward/calc": 0.3}, **scored)
+    metrics = rollout_metrics([first, second, unused])
+    assert metrics["tools/calc/reward_mean"] == pytest.approx(0.45)
+    assert metrics["tools/calc/reward_sum"] == pytest.approx(1.2)
+
+
+def test_programs_that_fail_or_run_too_long_are_counted_though_their_calls_are_answers():
+    calls = [
+        call("python", "ok", metrics={"failed": 1.0, "timed_out": 1.0}),
+        call("python", "ok", metrics={"failed": 1.0, "timed_out": 0.0}),
+        call("python", "ok", metrics={"failed": 0.0, "timed_out": 0.0}),
+        call("python", "ok", metrics={"failed": 0.0, "timed_out": 0.0}),
+        call("python", "error"),
+        call("other", "ok"),
+    ]
+    metrics = rollout_metrics([trajectory(calls, [])])
+    assert metrics["tools/python/program_failure_rate"] == 0.5
+    assert metrics["tools/python/program_timeout_rate"] == 0.25
+    assert "tools/other/program_timeout_rate" not in metrics
+    check_names(metrics)
 
 
 def test_replies_of_an_interaction():
