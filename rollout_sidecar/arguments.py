@@ -51,6 +51,7 @@ def _engine(group: Any) -> None:
     add("--max_model_tokens", type=_positive, default=4096, help="longest context of the engine")
     add("--script", default="", help="scripted: JSON file with a list of texts, one a turn")
     add("--tp", type=_positive, default=1, help="sglang: GPUs that share one copy of the model")
+    add("--dp", type=_positive, default=1, help="sglang: copies of the model, each on --tp GPUs")
     add(
         "--memory_fraction",
         type=_fraction,

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from rollout_sidecar.agent import Agent
@@ -95,6 +96,7 @@ def _engine(args: argparse.Namespace, tokenizer: ChatTokenizer) -> Engine:
 
 
 def _sglang(args: argparse.Namespace) -> Engine:
+    from rollout_sidecar.engines.replicated import ReplicatedEngine
     from rollout_sidecar.engines.sglang import SglangEngine
     from rollout_sidecar.engines.sglang_setup import SglangOptions, check_version
 
@@ -102,7 +104,7 @@ def _sglang(args: argparse.Namespace) -> Engine:
     options = SglangOptions(
         dtype=args.dtype,
         tensor_parallel=args.tp,
-        max_running=args.slots,
+        max_running=-(-args.slots // args.dp),
         memory_fraction=args.memory_fraction,
         deterministic=args.deterministic,
         float32_head=args.float32_head,
@@ -110,7 +112,15 @@ def _sglang(args: argparse.Namespace) -> Engine:
         extra=args.sglang_args,
         any_version=args.any_sglang_version,
     )
-    return SglangEngine(args.model, max_model_tokens=args.max_model_tokens, options=options)
+
+    def engine(replica: int) -> SglangEngine:
+        mine = options
+        if args.dp > 1:
+            labels = {"extra_metric_labels": {"replica": str(replica)}} | args.sglang_args
+            mine = replace(options, first_gpu=replica * args.tp, extra=labels)
+        return SglangEngine(args.model, max_model_tokens=args.max_model_tokens, options=mine)
+
+    return engine(0) if args.dp == 1 else ReplicatedEngine([engine(i) for i in range(args.dp)])
 
 
 def _script(file: Path) -> object:

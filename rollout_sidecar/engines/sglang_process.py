@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from rollout_sidecar.engines import sglang_metrics
 from rollout_sidecar.engines.sglang_setup import make_engine, sglang_module
 
 END_TIMEOUT_S = 10.0
@@ -70,7 +71,8 @@ class SglangProcesses:
         """
         loop = asyncio.get_running_loop()
         # A process that fails while it starts asks for this one's end, too; then make_engine raises by itself.
-        loop.add_signal_handler(signal.SIGQUIT, self._asked_to_end)
+        loop.add_signal_handler(signal.SIGQUIT, _one_has_failed)
+        sglang_metrics.open_folder()
         self._before = multiprocessing.active_children()
         # Off the loop, so that /healthz answers; SGLang then leaves the process's signals alone for now.
         made = loop.create_future()
@@ -84,9 +86,10 @@ class SglangProcesses:
             await asyncio.to_thread(end_processes, self._made())
             raise ValueError(start_failure(error, self.log.lines())) from error
         self._processes = self._made()
+        _started.append(self)
         atexit.unregister(self._engine.shutdown)
         manager = self._engine.tokenizer_manager
-        manager.signal_handler_class = lambda _: _Signals(self._asked_to_end)
+        manager.signal_handler_class = lambda _: _Signals()
         manager.auto_create_handle_loop()
         return manager
 
@@ -104,6 +107,7 @@ class SglangProcesses:
             sglang_module("")  # takes longest before there are processes
             if self._closed:
                 return
+            sglang_metrics.forget_names()
             with self.log.kept():
                 engine = make_engine(arguments)
         except Exception as error:
@@ -117,7 +121,10 @@ class SglangProcesses:
         if self._closed:
             return
         self._closed = True
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        if self in _started:
+            _started.remove(self)
+        if not _started:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         engine, self._engine = self._engine, None
         if engine is not None:
             manager = engine.tokenizer_manager
@@ -129,6 +136,8 @@ class SglangProcesses:
             if engine.send_to_rpc is not None:
                 engine.send_to_rpc.close(linger=0)
         await asyncio.to_thread(self._end)
+        if self._making is not None:
+            sglang_metrics.close_folder()
 
     def _end(self) -> None:
         """Also those that a start which goes on in its thread still makes."""
@@ -145,34 +154,40 @@ class SglangProcesses:
         known = {id(process) for process in self._before}
         return [each for each in multiprocessing.active_children() if id(each) not in known]
 
-    def _asked_to_end(self) -> None:
-        """SIGQUIT: a process of SGLang failed, or its watchdog found one gone."""
-        if self._engine is None:
-            return
+    def tell_failure(self) -> None:
+        """Tells `on_failure` which process is gone, or else what was raised last."""
         codes = [
             f"{process.name} (process {process.pid}) with exit code {process.exitcode}"
             for process in self._processes
             if not process.is_alive()
         ]
-        cause = last_exception(self.log.lines())
-        what = (
-            f"ended: {', '.join(codes)}" if codes else f"failed: {cause or 'see the lines above'}"
-        )
-        self._on_failure(f"SGLang {what}")
+        cause = last_exception(self.log.lines()) or "see the lines above"
+        self._on_failure(f"SGLang {f'ended: {codes[0]}' if codes else f'failed: {cause}'}")
+
+    def has_lost_processes(self) -> bool:
+        """Whether one that was started has ended."""
+        return not all(process.is_alive() for process in self._processes)
+
+
+_started: list[SglangProcesses] = []
+"""Those of this process, with data parallelism several."""
+
+
+def _one_has_failed(signum=None, frame=None) -> None:
+    """SIGQUIT: a process of SGLang has failed, or a watchdog found it gone. One that is starting raises by itself."""
+    for each in [each for each in _started if each.has_lost_processes()] or _started:
+        each.tell_failure()
 
 
 class _Signals:
     """What SGLang's tokenizer manager asks for when it takes signals over."""
 
-    def __init__(self, asked_to_end: Callable[[], None]):
-        self._asked_to_end = asked_to_end
+    running_phase_sigquit_handler = staticmethod(_one_has_failed)
 
-    def sigterm_handler(self, signum=None, frame=None) -> None:
+    @staticmethod
+    def sigterm_handler(signum=None, frame=None) -> None:
         """Whoever had SIGTERM gets SIGINT, which SGLang does not take."""
         signal.raise_signal(signal.SIGINT)
-
-    def running_phase_sigquit_handler(self, signum=None, frame=None) -> None:
-        self._asked_to_end()
 
 
 class LogTail:
