@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from rollout_sidecar.errors import DeadlineError, ToolError, boundary, safe_text
 from rollout_sidecar.foreign import bounded, invoke, takes_keyword
+from rollout_sidecar.foreign_values import numbers
 from rollout_sidecar.formats.base import ParsedCall
 from rollout_sidecar.leases import Lease, Leases
 from rollout_sidecar.metrics import Metrics
@@ -216,7 +217,7 @@ class ToolSession:
             call = invoke(self._tools[name].execute, instance_id, arguments, **kwargs)
             answer = await bounded(call, timeout_s)
             parts = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
-            return Answer(_text(parts[0]), _finite(parts[1], "reward"), _numbers(parts[2]))
+            return Answer(_text(parts[0]), _finite(parts[1], "reward"), numbers(parts[2]))
 
     # --- the life of an instance ---
 
@@ -328,17 +329,6 @@ def _finite(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise ToolError(f"the tool returned {what} = {number}, expected a finite number")
     return number
-
-
-def _numbers(metrics: Any) -> dict[str, float]:
-    """Those of a tool's metrics that are numbers."""
-    if not isinstance(metrics, dict):
-        return {}
-    return {
-        safe_text(str(key)): float(value)
-        for key, value in metrics.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
 
 
 def _parse_problem(error: str) -> str:

@@ -16,7 +16,6 @@ tuple of such an answer, a reward and metrics. The decorated function can still 
 Differs from verl: defaults, items, enums and optional arguments reach the schema, and an argument needs no description.
 """
 
-import asyncio
 import collections.abc
 import enum
 import inspect
@@ -27,6 +26,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union
 
+from rollout_sidecar.foreign import invoke
 from rollout_sidecar.tools.base import BaseTool, ToolResponse
 from rollout_sidecar.tools.schemas import OpenAIFunctionToolSchema, read_schema
 
@@ -95,14 +95,9 @@ class FunctionTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Calls the function; one that is not async runs in a thread."""
+        """Calls the function where it holds up nobody."""
         arguments = _with_enums(self.function, parameters)
-        if inspect.iscoroutinefunction(self.function):
-            answer = await self.function(**arguments)
-        else:
-            answer = await asyncio.to_thread(self.function, **arguments)
-            if inspect.isawaitable(answer):
-                answer = await answer
+        answer = await invoke(self.function, **arguments)
         return read_answer(answer)
 
 

@@ -211,6 +211,24 @@ async def test_profile_a_offers_the_tools_that_the_row_names(tiny_tokenizer):
     assert "offers the tool 'four', which this sidecar lacks" in trajectory.error
 
 
+async def test_kwargs_for_a_tool_that_is_not_there_are_warned_about_once(tiny_tokenizer, caplog):
+    agent = make_agent(tiny_tokenizer, ["#### 2"], CounterTool("one"))
+    for kwargs in ({"two": {"create_kwargs": {"a": 1}}, "one": {}}, {"two": {}, "three": None}):
+        trajectory = await play(agent, make_task(tools_kwargs=kwargs))
+        assert trajectory.status == "completed"
+    told = [record.message for record in caplog.records if "tools_kwargs" in record.message]
+    assert told == [
+        "tasks have tools_kwargs for the tool 'two', which this sidecar lacks; it has ['one']"
+    ]
+
+
+async def test_null_is_absent_at_every_level_of_a_request(tiny_tokenizer):
+    tool = CounterTool()
+    agent = make_agent(tiny_tokenizer, [call("counter"), "#### 2"], tool)
+    for kwargs in ({"counter": None}, {"counter": {"create_kwargs": None}}):
+        assert statuses(await play(agent, make_task(tools_kwargs=kwargs)))[0] == ["ok"]
+
+
 # --- what the policy is told --------------------------------------------------------------------------------------
 
 

@@ -19,9 +19,10 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from rollout_sidecar.errors import DeadlineError, ToolError, safe_text
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     import mcp_types
 
     from rollout_sidecar.tools.mcp.sessions import SessionPool
+
+T = TypeVar("T")
 
 LATE_START_S = 10.0
 """How long a server that does not listen yet is waited for when the sidecar starts."""
@@ -78,10 +81,11 @@ class McpTool(BaseTool):
         super().__init__(config, tool_schema)
         self.timeout: float = call_timeout(config)
         self._remote: Remote | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self, remote: Remote) -> None:
-        """Says where the calls go."""
-        self._remote = remote
+        """Says where the calls go. The sessions live in the running loop; a user's subclass is called on another."""
+        self._remote, self._loop = remote, asyncio.get_running_loop()
         self.idempotent = remote.idempotent
 
     @property
@@ -97,20 +101,20 @@ class McpTool(BaseTool):
         from rollout_sidecar.tools.mcp.connection import ServerUnavailable
 
         try:
-            await self.remote.pool.start()
+            await self._at_home(self.remote.pool.start)
         except ServerUnavailable as error:
             raise ValueError(error.detail) from error
 
     async def shutdown(self) -> None:
         """Closes the sessions with the last tool that uses them."""
-        await self.remote.pool.stop()
+        await self._at_home(self.remote.pool.stop)
 
     async def create(
         self, instance_id: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
         """A trajectory may use the tool. Its first call opens the session."""
         instance_id = instance_id or str(uuid4())
-        self.remote.pool.acquire(instance_id)
+        await self._at_home(_soon(self.remote.pool.acquire), instance_id)
         return instance_id, ToolResponse()
 
     async def execute(
@@ -128,14 +132,25 @@ class McpTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """The trajectory ended; with its last tool of a server its session is closed."""
-        await self.remote.pool.release(instance_id)
+        await self._at_home(self.remote.pool.release, instance_id)
+
+    async def _at_home(
+        self, method: Callable[..., Coroutine[Any, Any, T]], *args: Any, **kwargs: Any
+    ) -> T:
+        """Calls a method of the pool in the pool's event loop."""
+        home = self._loop
+        if home is None or home is asyncio.get_running_loop():
+            return await method(*args, **kwargs)
+        call = asyncio.run_coroutine_threadsafe(method(*args, **kwargs), home)
+        return await asyncio.wrap_future(call)
 
     async def _call_tool(
         self, instance_id: str, parameters: dict[str, Any]
     ) -> tuple[str, dict[str, Any]]:
         """The text of the answer, and metrics."""
         remote = self.remote
-        result, stats = await remote.pool.call(
+        result, stats = await self._at_home(
+            remote.pool.call,
             instance_id,
             remote.name,
             json.loads(
@@ -158,6 +173,13 @@ class McpTool(BaseTool):
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
         """Text for the policy, and metrics, from the parts of a result (each has a `type`, text parts a `text`)."""
         return text_of(content), {}
+
+
+def _soon(function: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    async def call(*args: Any) -> T:
+        return function(*args)
+
+    return call
 
 
 async def open_mcp_tools(

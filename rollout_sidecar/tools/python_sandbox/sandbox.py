@@ -18,7 +18,7 @@ _GRACE_S = 10.0
 """What a worker may take beyond a call's time limit before it is given up."""
 _END_TIMEOUT_S = 5.0
 
-_shared: dict[SandboxOptions, "PythonSandbox"] = {}
+_shared: dict[asyncio.AbstractEventLoop, dict[SandboxOptions, "PythonSandbox"]] = {}
 
 
 class PythonSandbox:
@@ -105,6 +105,13 @@ class PythonSandbox:
         if held is not None:
             await held.end()
 
+    def abandon(self) -> None:
+        """Ends the pool of an event loop that is gone."""
+        if self._pool is not None:
+            self._pool.abandon()
+        self._pool, self._opening, self._users = None, None, 0
+        self._sessions.clear()
+
     async def _ready(self) -> Pool:
         loop = asyncio.get_running_loop()
         if self._pool is not None and self._loop is not loop:
@@ -112,9 +119,7 @@ class PythonSandbox:
                 raise RuntimeError(
                     "a Python sandbox serves one event loop; make another for this one"
                 )
-            self._pool.abandon()
-            self._pool, self._users = None, 0
-            self._sessions.clear()
+            self.abandon()
         if self._pool is None:
             self._loop, self._pool = loop, Pool(self._options)
             self._opening = loop.create_task(self._pool.open())
@@ -224,5 +229,11 @@ def _lost(why: str) -> SandboxResult:
 
 
 def shared_sandbox(options: SandboxOptions) -> PythonSandbox:
-    """The sandbox of this process with these options: tools and rewards that agree on them share its workers."""
-    return _shared.setdefault(options, PythonSandbox(options))
+    """The sandbox of the running event loop with these options: tools and rewards that agree on them share its workers.
+    Users' own code runs on other loops than the rest (`foreign_loops`)."""
+    for loop in [loop for loop in list(_shared) if loop.is_closed()]:
+        for ended in _shared.pop(loop, {}).values():
+            ended.abandon()
+    return _shared.setdefault(asyncio.get_running_loop(), {}).setdefault(
+        options, PythonSandbox(options)
+    )

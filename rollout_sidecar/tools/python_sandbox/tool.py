@@ -55,8 +55,11 @@ class PythonSandboxTool(BaseTool):
             raise ValueError(f"stateful must be true or false, got {stateful!r}")
         self._stateful = bool(stateful)
         self._options = SandboxOptions.from_config(own)
-        self._sandbox: PythonSandbox = shared_sandbox(self._options)
         super().__init__({"timeout_s": self._options.wall_s + CALL_MARGIN_S, **config}, tool_schema)
+
+    @property
+    def _sandbox(self) -> PythonSandbox:
+        return shared_sandbox(self._options)
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         """The schema of the file's entry, else one that fits the config."""
