@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,9 @@ from rollout_sidecar.tokenizer import ChatTokenizer
 from rollout_sidecar.tools.base import BaseTool
 from rollout_sidecar.tools.gate import GateOptions, ToolGate
 from rollout_sidecar.truncation import Truncation
+
+MAX_UNKNOWN_TOOLS = 100
+"""Further names are not warned of: they come with requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Agent:
     gates: dict[str, ToolGate] = field(init=False)
     """By tool: limits, breaker and retries, made from the tool's config."""
     recent: RecentTrajectories = field(default_factory=RecentTrajectories)
+    _unknown_tools: set[str] = field(init=False, default_factory=set)
     closing: set[asyncio.Task] = field(default_factory=set)
     """Releases under way. They go on when their rollout is cancelled; wait for them before the loop ends."""
 
@@ -73,6 +77,18 @@ class Agent:
             schemas or None,
             context_policy=self.context_policy,
         )
+
+    def warn_of_unknown_tools(self, names: Iterable[str]) -> None:
+        """Says once of each tool that tasks bring kwargs for it, and there is none of that name."""
+        for name in names:
+            if name in self.tools or name in self._unknown_tools:
+                continue
+            if len(self._unknown_tools) < MAX_UNKNOWN_TOOLS:
+                self._unknown_tools.add(name)
+                _log.warning(
+                    "tasks have tools_kwargs for the tool %r, which this sidecar lacks; it has %s",
+                    *(name, list(self.tools)),
+                )
 
     def note(self, trajectory: Trajectory) -> None:
         """Takes a trajectory into the statistics."""

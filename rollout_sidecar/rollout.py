@@ -163,6 +163,8 @@ class Rollout:
         of_row = [name for name, kwargs in task.tools_kwargs.items() if kwargs is not None]
         if task.tools is None and of_row and self._agent.profile.offered_tools == "row":
             names = of_row
+        elif task.tools != []:
+            self._agent.warn_of_unknown_tools(of_row)
         for name in names:
             if name not in tools:
                 raise ToolError(

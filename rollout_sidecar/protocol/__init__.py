@@ -36,6 +36,8 @@ from rollout_sidecar.protocol.rollouts import (
     SamplingParams,
     Task,
     TrajectoryFrame,
+    kwargs_problem,
+    role_problem,
 )
 from rollout_sidecar.protocol.trajectories import (
     CallStatus,
@@ -101,4 +103,6 @@ __all__ = [
     "decode",
     "derive_seed",
     "encode",
+    "kwargs_problem",
+    "role_problem",
 ]

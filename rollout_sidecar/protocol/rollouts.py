@@ -1,11 +1,19 @@
 """Rollout requests, and the frames that answer them."""
 
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rollout_sidecar.protocol.base import Message, NonNegative, Positive, PositiveSeconds, Wire
 from rollout_sidecar.protocol.trajectories import PartialTrajectory, Trajectory
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may have written a message of a prompt."""
+
+KWARGS_KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+"""What a task may hand to a tool, by the method that gets it."""
 
 
 class SamplingParams(Wire, frozen=True, kw_only=True):
@@ -46,12 +54,52 @@ class Task(Wire, frozen=True, kw_only=True):
     extra_info: dict[str, Any] = {}
     tools: list[str] | None = None
     """Names of the tools offered; None offers all that the sidecar has, [] withholds them."""
-    tools_kwargs: dict[str, dict[str, Any]] = {}
-    """Per tool: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs."""
+    tools_kwargs: dict[str, Any] = {}
+    """Per tool: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs, each an object. Null is absent, at
+    every level."""
     interaction: str = ""
     """Name of the interaction that answers when the policy calls no tool; "" for none."""
     interaction_kwargs: dict[str, Any] = {}
     """What its start_interaction is given."""
+
+    def __post_init__(self) -> None:
+        """ValueError names the message or the tool; of a request it becomes a msgspec.ValidationError."""
+        for i, message in enumerate(self.messages):
+            if problem := role_problem(message.get("role")):
+                raise ValueError(f"messages[{i}].role {problem}")
+        for name, kwargs in self.tools_kwargs.items():
+            if problem := kwargs_problem(kwargs):
+                raise ValueError(f"tools_kwargs.{name}{problem}")
+
+
+def role_problem(role: Any) -> str:
+    """Why this can be no message's role; "" if it can."""
+    if role in ROLES:
+        return ""
+    near = get_close_matches(str(role), ROLES, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"is {role!r:.60}, expected one of {', '.join(ROLES)}{hint}"
+
+
+def kwargs_problem(kwargs: Any) -> str:
+    """What is wrong with what a task hands to one tool, as the end of a sentence that begins with its place."""
+    if kwargs is None:
+        return ""
+    if not isinstance(kwargs, Mapping):
+        return f" must be an object, got {kwargs!r:.60}"
+    for kind, given in kwargs.items():
+        if kind not in KWARGS_KINDS:
+            near = get_close_matches(str(kind), KWARGS_KINDS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(KWARGS_KINDS)}"
+            return f" has the unknown key {kind!r:.60}; {hint}"
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            return f".{kind} must be an object, got {given!r:.60}"
+        for key in given:
+            if not isinstance(key, str):
+                return f".{kind} has the key {key!r:.60}, which is no text"
+    return ""
 
 
 class RewardWeights(Wire, frozen=True, kw_only=True):

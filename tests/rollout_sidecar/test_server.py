@@ -57,6 +57,21 @@ def changed(**fields):
         (changed(limits={"max_turns": "8"}), "$.limits.max_turns", "Expected `int`, got `str`"),
         (changed(limits={"max_turnz": 8}), "$.limits", "unknown field `max_turnz`"),
         (changed(sampling={"top_p": 0}), "$.sampling.top_p", "> 0.0"),
+        *(
+            (changed(tasks=[{"task_id": "t", "messages": [], **fields}]), "$.tasks[0]", message)
+            for fields, message in (
+                (
+                    {"tools_kwargs": {"x": {"create_kwargs": 3}}},
+                    "tools_kwargs.x.create_kwargs must",
+                ),
+                (
+                    {"tools_kwargs": {"x": {"creat_kwargs": {}}}},
+                    "tools_kwargs.x has the unknown key",
+                ),
+                ({"tools_kwargs": {"x": 3}}, "tools_kwargs.x must be an object, got 3"),
+                ({"messages": [{"role": "usr", "content": ""}]}, "messages[0].role is 'usr', exp"),
+            )
+        ),
         (changed(request_id="a/b"), "$.request_id", "matching regex"),
         (
             changed(tasks=[{"task_id": "t", "messages": []}]),

@@ -225,6 +225,18 @@ def without(field):
             record(extra_info={"tools_kwargs": {"calculator": 1}}),
             "extra_info.tools_kwargs.calculator must be an object, got 1",
         ),
+        (
+            record(extra_info={"tools_kwargs": {"calculator": {"create_kwargs": 3}}}),
+            "extra_info.tools_kwargs.calculator.create_kwargs must be an object, got 3",
+        ),
+        (
+            record(extra_info={"tools_kwargs": {"calculator": {"creat_kwargs": {"a": 1}}}}),
+            "extra_info.tools_kwargs.calculator has the unknown key 'creat_kwargs'; did you mean 'create_kwargs'?",
+        ),
+        (
+            record(prompt=[PROMPT[0], {"role": "usr", "content": "x"}]),
+            "prompt[1].role is 'usr', expected one of system, developer, user, assistant, tool; did you mean 'user'?",
+        ),
     ],
 )
 def test_a_bad_field_is_named_with_its_file_and_row(tmp_path, suffix, bad, message):

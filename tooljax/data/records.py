@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_sidecar.protocol import Message, Task
+from rollout_sidecar.protocol import Message, Task, kwargs_problem, role_problem
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def to_task(
 
 
 def read_messages(value: Any, *, field: str, where: str) -> list[Message]:
-    """Checks a list of chat messages: each with a role, and with content unless it has tool calls."""
+    """Checks a list of chat messages: each with a role that there is, and with content unless it has tool calls."""
     value = _plain(value, field, where)
     if not isinstance(value, list) or not value:
         raise ValueError(
@@ -140,6 +140,8 @@ def _message(value: Any, field: str, where: str) -> Message:
         raise ValueError(
             f"{where}: {field}.role must be text such as user, system or assistant, got {shown(role)}"
         )
+    if problem := role_problem(role):
+        raise ValueError(f"{where}: {field}.role {problem}")
     if message.get("tool_calls"):
         message.setdefault("content", "")
     content = message.get("content")
@@ -176,10 +178,10 @@ def _tools_kwargs(
     extra_info: dict[str, Any], values: Mapping[str, Any], where: str
 ) -> dict[str, dict[str, Any]]:
     tools_kwargs, parent = _kwargs("tools_kwargs", extra_info, values, where)
-    return {
-        name: _object(tools_kwargs, name, where, parent=f"{parent}tools_kwargs.")
-        for name in tools_kwargs
-    }
+    for name, kwargs in tools_kwargs.items():
+        if problem := kwargs_problem(kwargs):
+            raise ValueError(f"{where}: {parent}tools_kwargs.{name}{problem}")
+    return tools_kwargs
 
 
 def _interaction(
