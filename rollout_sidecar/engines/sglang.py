@@ -20,18 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout_sidecar.engines import sglang_memory
 from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, WeightTensor
 from rollout_sidecar.engines.hf_tensors import check_tensors, read_model_config, tensor_shapes
 from rollout_sidecar.engines.sglang_process import SglangProcesses, end_this_process
-from rollout_sidecar.engines.sglang_sampling import Part, read_output, request_arguments
+from rollout_sidecar.engines.sglang_sampling import Part, joined, read_output, request_arguments
 from rollout_sidecar.engines.sglang_setup import (
     SglangOptions,
+    all_answers,
     check_version,
     engine_arguments,
     metrics_text,
+    require_success,
     sglang_module,
 )
-from rollout_sidecar.protocol import VersionSpan
 
 T = TypeVar("T")
 
@@ -88,6 +90,8 @@ class SglangEngine:
         self.policy_version = 0
         self.max_model_tokens = max_model_tokens
         self.options = options or SglangOptions()
+        self.max_running = self.options.max_running
+        """Trajectories that it generates at once."""
         self.vocab_size = int(read_model_config(Path(model_path))["vocab_size"])
         self._shapes = tensor_shapes(Path(model_path))
         self._model_path = model_path
@@ -171,24 +175,7 @@ class SglangEngine:
                 raise
         finally:
             del self._turns[request.trajectory_id]
-        return self._result(parts, finish)
-
-    def _result(self, parts: list[tuple[int, Part]], finish: str) -> GenerateResult:
-        """One result of what was sampled in parts, each under one version."""
-        spans: list[VersionSpan] = []
-        for version, part in parts:
-            start = spans[-1].end if spans else 0
-            end = start + len(part.token_ids)
-            if end > start:
-                spans.append(VersionSpan(start=start, end=end, policy_version=version))
-        return GenerateResult(
-            token_ids=[token_id for _, part in parts for token_id in part.token_ids],
-            log_probs=[log_prob for _, part in parts for log_prob in part.log_probs],
-            finish=finish,  # type: ignore[arg-type]
-            policy_version=spans[-1].policy_version if spans else self.policy_version,
-            version_spans=spans,
-            cached_tokens=parts[0][1].cached_tokens if parts else 0,
-        )
+        return joined(parts, finish, self.policy_version)
 
     async def _sample(self, turn: _Turn, request: GenerateRequest, sampled: list[int]) -> Part:
         """One request to SGLang, from the context and what has been sampled of this turn so far."""
@@ -216,7 +203,7 @@ class SglangEngine:
         """Sends a request and returns its one answer. Read to its end: SGLang holds a lock until then."""
         request = sglang_module(IO).GenerateReqInput(**arguments)
         answers = self._manager.generate_request(request, None)
-        return (await self._answer(_all(answers)))[-1]
+        return (await self._answer(all_answers(answers)))[-1]
 
     async def abort(self, trajectory_id: str) -> None:
         """Ends the trajectory's running generation, which returns what it has."""
@@ -245,12 +232,13 @@ class SglangEngine:
         """
         from rollout_sidecar.engines.sglang_weights import stage
 
+        if self.fault == sglang_memory.RELEASED:
+            raise ValueError(self.fault)
         check_tensors(tensors, self._shapes)
         if changed is not None and not self.fault:
             tensors = {name: tensors[name] for name in tensors if name in changed}
-        device = f"cuda:{self.options.first_gpu}" if self._on_one_gpu else "cpu"
         begun = time.monotonic()
-        buckets = await asyncio.to_thread(stage, tensors, self.options.bucket_bytes, device)
+        buckets = await asyncio.to_thread(stage, tensors, self.options.bucket_bytes, self._device)
         staged = time.monotonic()
         self._open.clear()
         try:
@@ -267,8 +255,35 @@ class SglangEngine:
             self._open.set()
         # Beside what goes on: the weights are finite numbers, and the log-prob of every token is looked at anyway.
         await self._probe()
-        probe_s = time.monotonic() - resumed
-        self.swap_s = {"stage": staged - begun, "pause": resumed - staged, "probe": probe_s}
+        probe = time.monotonic() - resumed
+        self.swap_s = {"stage": staged - begun, "pause": resumed - staged, "probe": probe}
+
+    async def altered_tensors(self, tensors: Mapping[str, WeightTensor]) -> list[str] | None:
+        """Compares hashes; None with more than one GPU, or where SGLang keeps weights in a form of its own."""
+        return await self._answer(
+            sglang_memory.altered(self._manager, tensors, self.options.dtype, self._device)
+        )
+
+    async def release_memory(self) -> None:
+        """Takes running generations out first: they wait with what they have sampled."""
+        sglang_memory.check_can_release(self.options)
+        if self.fault == sglang_memory.RELEASED:
+            return
+        self._open.clear()
+        try:
+            await self._empty()
+            await self._forget_prefixes()
+            await self._answer(sglang_memory.release(self._manager))
+        except BaseException:
+            self._open.set()
+            raise
+        self.fault = sglang_memory.RELEASED
+
+    async def resume_memory(self) -> None:
+        """Generations still wait, for the weights."""
+        if self.fault == sglang_memory.RELEASED:
+            await self._answer(sglang_memory.resume(self._manager))
+            self.fault = sglang_memory.EMPTY
 
     async def _empty(self) -> None:
         """Takes every generation out of the engine; what it has sampled stays with its turn."""
@@ -291,11 +306,11 @@ class SglangEngine:
             yield
             return
         begin, end = io.BeginWeightUpdateReqInput(), io.EndWeightUpdateReqInput()
-        _require(await self._answer(manager.begin_weight_update(begin, None)))
+        require_success(await self._answer(manager.begin_weight_update(begin, None)))
         try:
             yield
         finally:
-            _require(await self._answer(manager.end_weight_update(end, None)))
+            require_success(await self._answer(manager.end_weight_update(end, None)))
 
     async def _hand_over(self, bucket: bytes) -> None:
         update = sglang_module(IO).UpdateWeightsFromTensorReqInput(
@@ -303,7 +318,7 @@ class SglangEngine:
             load_format="flattened_bucket",
             flush_cache=False,
         )
-        _require(await self._answer(self._manager.update_weights_from_tensor(update, None)))
+        require_success(await self._answer(self._manager.update_weights_from_tensor(update, None)))
 
     async def _forget_prefixes(self) -> None:
         answer = await self._answer(self._manager.flush_cache(timeout_s=FLUSH_TIMEOUT_S))
@@ -339,9 +354,9 @@ class SglangEngine:
         return self._tokenizer_manager
 
     @property
-    def _on_one_gpu(self) -> bool:
-        on_cpu = self.options.extra.get("device") == "cpu"
-        return not on_cpu and self.options.tensor_parallel == 1
+    def _device(self) -> str:
+        on_cpu = self.options.extra.get("device") == "cpu" or self.options.tensor_parallel > 1
+        return "cpu" if on_cpu else f"cuda:{self.options.first_gpu}"
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
         """What SGLang answers. EngineEnded if its processes end first."""
@@ -367,13 +382,3 @@ class SglangEngine:
         self._in_engine -= 1
         if not self._in_engine:
             self._idle.set()
-
-
-async def _all(answers: AsyncIterator[T]) -> list[T]:
-    return [answer async for answer in answers]
-
-
-def _require(answer: tuple[bool, str]) -> None:
-    success, message = answer[:2]
-    if not success:
-        raise RuntimeError(f"SGLang did not take the weights: {message}")

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_sidecar.engines.base import GenerateRequest
-from rollout_sidecar.protocol import SamplingParams
+from rollout_sidecar.engines.base import GenerateRequest, GenerateResult
+from rollout_sidecar.protocol import SamplingParams, VersionSpan
 
 
 @dataclass
@@ -90,6 +90,24 @@ def read_output(output: Mapping[str, Any], stop_ids: frozenset[int]) -> Part:
         [log_prob for _, log_prob in pairs],
         reason["type"],
         int(meta.get("cached_tokens") or 0),
+    )
+
+
+def joined(parts: list[tuple[int, Part]], finish: str, policy_version: int) -> GenerateResult:
+    """One turn of what was sampled in parts, each under one version; `policy_version` is now's."""
+    spans: list[VersionSpan] = []
+    for version, part in parts:
+        start = spans[-1].end if spans else 0
+        end = start + len(part.token_ids)
+        if end > start:
+            spans.append(VersionSpan(start=start, end=end, policy_version=version))
+    return GenerateResult(
+        token_ids=[token_id for _, part in parts for token_id in part.token_ids],
+        log_probs=[log_prob for _, part in parts for log_prob in part.log_probs],
+        finish=finish,  # type: ignore[arg-type]
+        policy_version=spans[-1].policy_version if spans else policy_version,
+        version_spans=spans,
+        cached_tokens=parts[0][1].cached_tokens if parts else 0,
     )
 
 

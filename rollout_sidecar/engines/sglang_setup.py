@@ -4,9 +4,11 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -104,3 +106,15 @@ def metrics_text() -> str:
     registry = client.CollectorRegistry()
     importlib.import_module("prometheus_client.multiprocess").MultiProcessCollector(registry)
     return client.generate_latest(registry).decode()
+
+
+async def all_answers(answers: AsyncIterator[T]) -> list[T]:
+    """Everything that SGLang sends for one request."""
+    return [answer async for answer in answers]
+
+
+def require_success(answer: tuple[bool, str]) -> None:
+    """RuntimeError if SGLang says that it failed."""
+    success, message = answer[:2]
+    if not success:
+        raise RuntimeError(f"SGLang did not take the weights: {message}")
