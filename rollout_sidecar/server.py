@@ -192,13 +192,10 @@ async def _healthz(request: web.Request) -> web.Response:
 async def _readyz(request: web.Request) -> web.Response:
     sidecar = request.app[SIDECAR]
     version = request.query.get("version")
-    if sidecar.is_ready(None if version is None else _integer(version, "version")):
+    why = sidecar.why_not_ready(None if version is None else _integer(version, "version"))
+    if not why:
         return web.json_response({"ready": True})
-    serving = sidecar.agent.engine.policy_version
-    state = f"serving version {serving}" if sidecar.started else "the engine is still loading"
-    if sidecar.started and sidecar.agent.engine.fault:
-        state = f"the engine cannot generate: {sidecar.agent.engine.fault}"
-    raise RequestError(503, "not_ready", state)
+    raise RequestError(503, "not_ready", why)
 
 
 async def _metrics(request: web.Request) -> web.Response:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollout_sidecar.agent import Agent, run_rollout
 from rollout_sidecar.errors import RequestError, RolloutError, boundary
-from rollout_sidecar.foreign import bounded, invoke
+from rollout_sidecar.foreign import bounded, exhausted, invoke
 from rollout_sidecar.metrics import Metrics
 from rollout_sidecar.protocol import RolloutRequest, RolloutSpec, Task, Trajectory
 from rollout_sidecar.resume import SendProgress
@@ -147,9 +147,22 @@ class Sidecar:
 
     def is_ready(self, version: int | None = None) -> bool:
         """Rollouts can start now (of that version)."""
-        serving = self.agent.engine.policy_version
-        sound = self.started and self._resumed.is_set() and not self.agent.engine.fault
-        return sound and version in (None, serving)
+        return not self.why_not_ready(version)
+
+    def why_not_ready(self, version: int | None = None) -> str:
+        """Why no rollout can start now (of that version); "" if one can."""
+        engine = self.agent.engine
+        if not self.started:
+            return "the engine is still loading"
+        if engine.fault:
+            return f"the engine cannot generate: {engine.fault}"
+        if hung := exhausted():
+            return hung
+        if not self._resumed.is_set():
+            return f"weights are being swapped; version {engine.policy_version} was served before"
+        if version not in (None, engine.policy_version):
+            return f"serving version {engine.policy_version}"
+        return ""
 
     async def engine_metrics(self) -> str:
         """Prometheus text of an engine that counts by itself, under its own names; "" of others."""
@@ -161,6 +174,8 @@ class Sidecar:
         self.require_started()
         if fault := self.agent.engine.fault:
             raise RequestError(503, "not_ready", f"the engine cannot generate: {fault}")
+        if hung := exhausted():
+            raise RequestError(503, "not_ready", hung)
         serving = self.agent.engine.policy_version
         if serving < request.min_policy_version:
             raise RequestError(

@@ -51,6 +51,8 @@ class JaxEngine:
     def __init__(self, model_path: str, *, dtype: str, slots: int, max_model_tokens: int):
         self.policy_version = 0
         self.max_model_tokens = max_model_tokens
+        self.max_running = slots
+        """Trajectories that it generates at once."""
         self.vocab_size = 0
         """Known once started."""
         self.fault = ""
