@@ -80,11 +80,14 @@ class SglangProcesses:
             target=self._make, args=(arguments, loop, made), daemon=True
         )
         self._making.start()
+        _starting.append(self)
         try:
             self._engine = await made
         except Exception as error:
             await asyncio.to_thread(end_processes, self._made())
             raise ValueError(start_failure(error, self.log.lines())) from error
+        finally:
+            _starting.remove(self)
         self._processes = self._made()
         _started.append(self)
         atexit.unregister(self._engine.shutdown)
@@ -169,13 +172,16 @@ class SglangProcesses:
         return not all(process.is_alive() for process in self._processes)
 
 
+_starting: list[SglangProcesses] = []
 _started: list[SglangProcesses] = []
 """Those of this process, with data parallelism several."""
 
 
 def _one_has_failed(signum=None, frame=None) -> None:
-    """SIGQUIT: a process of SGLang has failed, or a watchdog found it gone. One that is starting raises by itself."""
-    for each in [each for each in _started if each.has_lost_processes()] or _started:
+    """SIGQUIT: a process of SGLang has failed, or a watchdog found it gone."""
+    fallen = [each for each in _started if each.has_lost_processes()]
+    # A process may ask before it ends. While another engine starts it is rather that one's, and its start raises.
+    for each in fallen or ([] if _starting else _started):
         each.tell_failure()
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ START_S = 300.0
 class ServedProcess:
     """`python -m rollout_sidecar --engine sglang` with the calculator."""
 
-    def __init__(self, model: Path, folder: Path, **sglang_args: Any):
+    def __init__(self, model: Path, folder: Path, *, dp: int = 1, **sglang_args: Any):
         folder.mkdir(parents=True, exist_ok=True)
         self._port_file, self._log_file = folder / "port", folder / "log"
         arguments = ["--engine", "sglang", "--model", str(model), "--dtype", dtype()]
         arguments += ["--tool_config", str(ROOT / "configs/tools/calculator.yaml")]
         arguments += ["--port", "0", "--port_file", str(self._port_file)]
         arguments += ["--slots", "16", "--max_model_tokens", "1024", "--memory_fraction", "0.2"]
+        arguments += ["--dp", str(dp)]
         arguments += ["--sglang_args", json.dumps(engine_extra() | sglang_args)]
         with self._log_file.open("wb") as log:
             self.process = subprocess.Popen(
@@ -59,7 +59,7 @@ class ServedProcess:
                 try:
                     self.get("/readyz")
                     return self
-                except urllib.error.URLError:  # not ready, or just ended
+                except OSError:  # not ready, or just ended
                     pass
             time.sleep(0.1)
         pytest.fail(f"the sidecar was not ready within {START_S:g} s:\n{self.log}")

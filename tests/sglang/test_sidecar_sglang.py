@@ -10,6 +10,8 @@ import signal
 import time
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from calling_model import ANSWERS, CALL, MESSAGES, STOPS, CallingModel, make_calling_model
@@ -25,6 +27,7 @@ from rollout_sidecar.protocol import (
     Task,
     Trajectory,
 )
+from tooljax.weights.push import WeightSender
 
 pytestmark = [
     real,
@@ -85,6 +88,17 @@ def assert_sampled_by(trajectory: Trajectory, model, *, temperature: float = 1.0
         atol=log_prob_tolerance(),
     )
     assert not np.array(trajectory.rollout_log_probs)[~mask].any()
+
+
+def jax_tensors(model) -> list[tuple[str, jax.Array]]:
+    """What a trainer has. The weights are bfloat16 numbers already."""
+    return [(name, jnp.asarray(each, jnp.bfloat16)) for name, each in tensors_of(model).items()]
+
+
+async def push(sidecar: ServedProcess, model, *, version: int) -> None:
+    async with SidecarClient(sidecar.url) as client:
+        sender = WeightSender([client], mode="full", part_bytes=2**16)
+        await sender.push(jax_tensors(model), version=version, timeout_s=60)
 
 
 async def test_whole_conversations_are_token_exact(served, calling):
@@ -163,20 +177,14 @@ async def test_pushed_weights_are_those_of_a_cold_engine(
     served, calling, retrained, tmp_path_factory
 ):
     """Pain point 21: after an update, full or delta, nothing of the old version is left; also of known prompts."""
-    jnp = pytest.importorskip("jax.numpy")
-    from tooljax.weights.push import WeightSender
-
-    def tensors(model):
-        return [(name, jnp.asarray(each, jnp.bfloat16)) for name, each in tensors_of(model).items()]
-
     [before] = await play(served, "before", 1, temperature=0.0)
     assert_sampled_by(before, calling.model)
     half_way = replace(retrained, model=_between(calling.model, retrained.model))
     async with SidecarClient(served.url) as client:
         sender = WeightSender([client], mode="delta", part_bytes=2**16)
-        full = await sender.push(tensors(half_way.model), version=1, timeout_s=60)
+        full = await sender.push(jax_tensors(half_way.model), version=1, timeout_s=60)
         [halved] = await play(served, "half_way", 1, temperature=0.0)
-        delta = await sender.push(tensors(retrained.model), version=2, timeout_s=60)
+        delta = await sender.push(jax_tensors(retrained.model), version=2, timeout_s=60)
     assert full.bytes == full.full_bytes
     assert 0 < delta.bytes < 0.8 * delta.full_bytes
     assert_sampled_by(halved, half_way.model)
@@ -212,7 +220,7 @@ def _between(first, second):
 def _kill_its_scheduler(sidecar: ServedProcess) -> None:
     """Whoever kills a scheduler ends the sidecar: with a word why, an exit code, and nothing left."""
     family = sidecar.family()
-    [scheduler] = [pid for pid, command in family.items() if "sglang::scheduler" in command]
+    scheduler = max(pid for pid, command in family.items() if "sglang::scheduler" in command)
     os.kill(scheduler, signal.SIGKILL)
     assert sidecar.wait_until_gone(family, timeout_s=20) == 1
     assert f"(process {scheduler}) with exit code -9; the sidecar ends" in sidecar.log
@@ -246,3 +254,34 @@ def test_a_start_that_fails_says_why(calling, tmp_path):
         sidecar.kill()
     assert "rollout_sidecar: SGLang did not start: " in sidecar.log
     assert "context_length" in sidecar.log.splitlines()[-1]
+
+
+async def test_two_engines_in_one_sidecar(calling, retrained, tmp_path):
+    import torch
+
+    if torch.cuda.device_count() == 1:
+        pytest.skip("--dp 2 needs two GPUs, or none")
+    # SGLang takes the number of a CPU engine for that of a NUMA node.
+    where = {} if torch.cuda.is_available() else {"base_gpu_id": 0}
+    sidecar = ServedProcess(calling.folder, tmp_path, dp=2, **where)
+    try:
+        sidecar.wait_until_ready()
+        for trajectory in await play(sidecar, "both", 32):
+            assert_sampled_by(trajectory, calling.model)
+            for before, turn in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+                assert turn.cached_tokens >= before.end - 1
+        await push(sidecar, retrained.model, version=1)
+        for trajectory in await play(sidecar, "both_again", 32):
+            assert {span.policy_version for span in trajectory.version_spans} == {1}
+            assert_sampled_by(trajectory, retrained.model)
+        counted = [
+            line
+            for line in sidecar.get("/metrics").splitlines()
+            if line.startswith("sglang:num_requests_total")
+        ]
+        for replica in "01":
+            [line] = [line for line in counted if f'replica="{replica}"' in line]
+            assert float(line.rsplit(" ")[-1]) >= 32
+        _kill_its_scheduler(sidecar)
+    finally:
+        sidecar.kill()

@@ -55,7 +55,7 @@ async def served(tmp_path_factory):
     engine = SglangEngine(str(folder), max_model_tokens=1024, options=options)
     await engine.start()
     yield engine, model
-    KEPT.append(engine._tokenizer_manager)
+    KEPT.append((engine._tokenizer_manager, engine._processes._engine))
     await engine.close()
 
 
