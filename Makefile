@@ -1,6 +1,7 @@
 # Each target makes the virtual environment it needs. PYTHON=python3.12 picks the interpreter, VENV=path the place.
 PYTHON ?= python3
 VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -8,7 +9,7 @@ BENCHMARKS ?= $(sort $(filter-out benchmarks/token_log_probs.py,$(wildcard bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test check bench bench-kernels test-models clean
+.PHONY: help quickstart test check bench bench-kernels test-models test-sglang clean
 
 help:
 	@echo "make quickstart   train a tiny model to use a calculator, on this machine's CPU (ARGS='--set run.steps=20')"
@@ -17,6 +18,7 @@ help:
 	@echo "make bench        run the benchmarks (BENCHMARKS=benchmarks/one.py)"
 	@echo "make bench-kernels  check and time the kernels on an NVIDIA GPU (ARGS='--sections check,forward')"
 	@echo "make test-models  fetch a small real model and tokenizer for the tests that skip without them"
+	@echo "make test-sglang  run the tests of the SGLang engine on a real SGLang, on this machine's CPU (Python 3.11, 4 GB)"
 	@echo "make clean        remove the virtual environment, caches and build outputs; runs/ stays"
 
 quickstart: $(VENV)/.installed
@@ -39,9 +41,12 @@ bench-kernels: $(VENV)/.installed
 test-models: $(VENV)/.installed-test
 	@tests/tools/make_test_models.sh build/test-models $(BIN)/python
 
+test-sglang: $(SGLANG_VENV)/.installed
+	@SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=tests/sglang/cpu_shim $(SGLANG_VENV)/bin/python -m pytest -rs tests/sglang $(PYTEST_ARGS)
+
 # A folder is removed only if it is a virtual environment.
 clean:
-	@[ ! -f $(VENV)/pyvenv.cfg ] || rm -rf $(VENV)
+	@for venv in $(VENV) $(SGLANG_VENV); do [ ! -f $$venv/pyvenv.cfg ] || rm -rf $$venv; done
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find tooljax rollout_sidecar pallas_kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -62,3 +67,14 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/.made
 	@echo "installing tooljax and the test tools into $(VENV) (once)"
 	@$(PIP) install -e '.[test]'
 	@touch $@ $(VENV)/.installed
+
+# SGLang without its dependencies, which are made for GPUs: tests/sglang/requirements.txt has what its CPU engine needs.
+$(SGLANG_VENV)/.installed: tests/sglang/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit( \
+	    "make test-sglang needs Python 3.11, and $(PYTHON) is " + sys.version.split()[0] + ": torch 2.13.0 comes as" \
+	    " a CPU build for 3.11 only, and as 5 GB of CUDA for others; name one: make test-sglang PYTHON=python3.11")'
+	@echo "installing SGLang and torch for CPUs into $(SGLANG_VENV) (once; 3.7 GB)"
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_VENV)/bin/python -m pip --quiet --disable-pip-version-check install --no-deps sglang==0.5.23
+	@$(SGLANG_VENV)/bin/python -m pip --quiet --disable-pip-version-check install -r tests/sglang/requirements.txt
+	@touch $@
