@@ -21,7 +21,7 @@ SHARED = frozenset(
 
 USER_FILES = frozenset(
     f"rollout_sidecar.{name}"
-    for name in ("profiles", "tools", "interactions.registry", "rewards.registry")
+    for name in ("profiles", "tools", "interactions.registry", "rewards.registry", "user_files")
 )
 """The readers of users' files, which the report on them uses as a run would."""
 

@@ -61,6 +61,35 @@ def local_sidecar(
             sidecar.stop()
 
 
+def check_files(config: Config) -> None:
+    """Raises one ValueError that names every file of the config that is not there.
+
+    Of the model only the log says something: it may be on another machine.
+    """
+    named = [("data.train", file) for file in config.data.train]
+    named += [("data.eval", file) for file in config.data.eval]
+    if not config.sidecar.urls:  # else these are the sidecars' own
+        named += [("sidecar.tool_config", file) for file in config.sidecar.tool_config]
+        named += [("sidecar.interaction_config", config.sidecar.interaction_config)]
+        reward = config.reward.function
+        path = reward if reward.endswith(".py") else reward.rpartition(":")[0]
+        named += [("reward.function", path)]
+    named += [("sidecar.token_file", config.sidecar.token_file)]
+    named += [("sidecar.ca_file", config.sidecar.ca_file)]
+    missing = [f"{field}: {file}: no such file" for field, file in named if _is_missing(file)]
+    if missing:
+        raise ValueError(f"{'; '.join(missing)} (looked from {Path.cwd()})")
+    if not Path(config.model.path or " ").is_dir():
+        log.warning(
+            "model.path is %r, which is no folder here; a run needs a Hugging Face folder on disk",
+            config.model.path,
+        )
+
+
+def _is_missing(file: str) -> bool:
+    return bool(file) and not Path(file).is_file()
+
+
 class _Process:
     """The child process, and the files that it is told of."""
 

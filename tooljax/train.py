@@ -22,6 +22,7 @@ from tooljax.data.records import read_tasks
 from tooljax.data.source import TaskSource
 from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
 from tooljax.grpo.advantages import group_advantages, zero_variance
+from tooljax.launch import check_files
 from tooljax.log_prob_gate import LogProbGate, LogProbMismatch
 from tooljax.metrics import rollout_metrics
 from tooljax.plots import learning_curve
@@ -260,7 +261,11 @@ class Run:
         if self.config.track.save_trajectories:
             write_trajectories(self.dir, step, trajectories)
         lag = max(self.sidecars.policy_lag(trajectory, step - 1) for trajectory in trajectories)
-        return {**rollout_metrics(trajectories), "policy/lag/max": float(lag)}
+        return {
+            **rollout_metrics(trajectories),
+            **self.sidecars.metrics(),
+            "policy/lag/max": float(lag),
+        }
 
     def evaluate(self) -> Metrics:
         """Metrics on held-out tasks, with the weights that the sidecars serve; none if it is interrupted."""
@@ -272,8 +277,11 @@ class Run:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. 0: all steps made; 1: an error, told in a sentence; 130: interrupted and saved."""
-    config = parse_args(argv, prog="tooljax.train", description=__doc__ or "")
+    config = parse_args(
+        argv, prog="tooljax.train", description=__doc__ or "", check_files=check_files
+    )
     try:
+        check_files(config)
         make_run_dir(config)
         # A glance, so that a misspelt path is told before a sidecar has loaded its model.
         read_tasks(

@@ -60,9 +60,8 @@ def test_its_python_runs(block):
 
 @pytest.mark.parametrize("block", re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL))
 def test_its_commands_run(block, tmp_path):
-    script = block.replace("python ", f"{sys.executable} ").replace(
-        "> run.gin", f"> {tmp_path}/run.gin"
-    )
+    script = block.replace("python ", f"{sys.executable} ")
+    script = script.replace("run.gin", f"{tmp_path}/run.gin")
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["/bin/sh", "-ec", script],

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tooljax.compat.options import OPTIONS, Cannot, full_name, read_script_options, translate
+from tooljax.compat.option_files import read_script_options
+from tooljax.compat.options import OPTIONS, Cannot, contradictions, full_name, translate
 from tooljax.compat.report import make_report, to_gin
 from tooljax.config import load_config
 from tooljax.config.gin import SECTIONS
@@ -64,6 +65,7 @@ def test_settings_that_depend_on_several_options():
     assert done.settings == {
         "limits.max_prompt_tokens": 1024,
         "limits.max_trajectory_tokens": 4024,
+        "limits.max_tokens_per_turn": 3000,
         "grpo.clip_low": 0.1,
         "grpo.clip_high": 0.3,
         "grpo.kl_coef": 0.01,
@@ -75,6 +77,31 @@ def test_settings_that_depend_on_several_options():
         "optimizer.warmup_steps": 0,
         "optimizer.b2": 0.999,
     }
+
+
+def test_what_a_long_response_needs_is_set_too():
+    done = translate({"data.max_response_length": 8192})
+    assert done.settings == {
+        "limits.max_prompt_tokens": 512,  # verl's default
+        "limits.max_trajectory_tokens": 8704,
+        "limits.max_tokens_per_turn": 8192,
+        "batch.row_lengths": (2176, 4352, 8704),
+        "sidecar.max_model_tokens": 8704,
+    }
+    assert contradictions(done) == []
+    done = translate({"data.max_response_length": 8192, f"{ROLLOUT}.max_model_len": 6000})
+    (problem,) = contradictions(done)
+    assert "limits.max_trajectory_tokens=8704 is above sidecar.max_model_tokens=6000" in problem
+
+
+def test_evaluations_without_a_file_are_none():
+    done = translate({"trainer.test_freq": 20})
+    assert done.settings == {}
+    assert done.notes == {
+        "trainer.test_freq": "no data.val_files, so there is nothing to evaluate on"
+    }
+    done = translate({"trainer.test_freq": 20, "data.val_files": "a.parquet"})
+    assert done.settings["evaluate.every_steps"] == 20
 
 
 def test_a_kl_coefficient_without_the_kl_loss_is_none():

@@ -4,19 +4,20 @@ import ast
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from rollout_sidecar.interactions.registry import load_interactions
 from rollout_sidecar.rewards.registry import get_reward
 from rollout_sidecar.tools.mcp.entry import read_entry
-from rollout_sidecar.tools.mcp.servers import read_servers
+from rollout_sidecar.tools.mcp.servers import McpServer, read_servers
 from rollout_sidecar.tools.registry import make_entry, read_entries
-from tooljax.compat.options import full_name, read_script_options, read_yaml_options
+from rollout_sidecar.user_files import read_yaml
+from tooljax.compat.option_files import read_script_options, read_yaml_options
+from tooljax.compat.options import full_name
 from tooljax.compat.points import Subject
 from tooljax.data.records import read_rows, to_task
 
@@ -51,16 +52,26 @@ class Reading:
     interactions: set[str] = field(default_factory=set)
     options: dict[str, Any] = field(default_factory=dict)
     needs: dict[str, set[str]] = field(default_factory=dict)
-    """Records: names of tools, interactions and data_sources that they mention."""
+    """Records: names of tools, tools to offer, interactions and data_sources that they mention."""
+    function: str = "compute_score"
+    """Of a reward file: its function's name."""
 
 
-def read_file(path: Path, *, profile: str) -> Reading:
-    """Never raises for what is in the file: that becomes the reading's problems."""
+def read_file(
+    path: Path, *, profile: str, kind: Kind | None = None, function: str = "compute_score"
+) -> Reading:
+    """Never raises for what is in the file: that becomes the reading's problems.
+
+    Args:
+        profile: what the file is to mean.
+        kind: what it must be, where an option says so; else it is found out.
+        function: the reward's name, if it is a reward.
+    """
     try:
-        kind = find_kind(path)
+        kind = kind or find_kind(path)
     except (ValueError, OSError) as error:
         return Reading(path, None, problems=[str(error)])
-    reading = Reading(path, kind)
+    reading = Reading(path, kind, function=function)
     try:
         _READERS[kind](reading, profile)
     except (ValueError, OSError) as error:
@@ -113,7 +124,7 @@ def _python_kind(path: Path) -> Kind:
 
 
 def _yaml_kind(path: Path) -> Kind:
-    content = _read_yaml(path)
+    content = read_yaml(path)
     if isinstance(content, list) and any("_target_" in (part or {}) for part in content):
         return "agent_loops"
     if isinstance(content, dict):
@@ -129,13 +140,6 @@ def _yaml_kind(path: Path) -> Kind:
         f"{path}: no file of verl's: expected the key tools, interaction, or options such as "
         "multi_turn.max_assistant_turns"
     )
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
 
 
 # --- reading it -------------------------------------------------------------------------------------------------
@@ -178,6 +182,7 @@ def _read_mcp_entry(reading: Reading, where: str, entry: dict[str, Any]) -> None
     reading.facts.append(
         f"MCP servers {', '.join(found.servers)}: {which} (listed when a run starts)"
     )
+    reading.problems += _missing_commands(where, found.servers.values())
 
 
 def dropped_by_verl(schema: dict[str, Any]) -> Iterator[str]:
@@ -201,18 +206,30 @@ def _read_mcp(reading: Reading, profile: str) -> None:
     servers = read_servers([reading.path], where=str(reading.path), base_dir=reading.path.parent)
     for name, server in servers.items():
         reading.facts.append(f"{name}: {server.transport}, {server.address}")
+    reading.problems += _missing_commands(str(reading.path), servers.values())
+
+
+def _missing_commands(where: str, servers: Iterable[McpServer]) -> Iterator[str]:
+    for server in servers:
+        command = (
+            os.path.join(server.cwd, server.command) if "/" in server.command else server.command
+        )
+        if server.command and not shutil.which(command, path=dict(server.env).get("PATH")):
+            yield f"{where}: {server}: its command {server.command!r} is not there; install it, or give its path"
 
 
 def _read_records(reading: Reading, profile: str) -> None:
     reading.subjects.add("records")
     counts = {"rows": 0, "rows with tools_kwargs": 0, "rows with an interaction": 0}
-    needs: dict[str, set[str]] = {"tools": set(), "interactions": set(), "data_sources": set()}
+    names = ("tools", "offered tools", "interactions", "data_sources")
+    needs: dict[str, set[str]] = {name: set() for name in names}
     for row in read_rows(reading.path):
         task = to_task(row.values, task_id=str(row.number), where=row.where)
         counts["rows"] += 1
         counts["rows with tools_kwargs"] += bool(task.tools_kwargs)
         counts["rows with an interaction"] += bool(task.interaction)
-        needs["tools"].update([*task.tools_kwargs, *(task.tools or ())])
+        needs["tools"].update(task.tools_kwargs)
+        needs["offered tools"].update(task.tools or ())
         needs["data_sources"].add(task.data_source)
         needs["interactions"].update({task.interaction} - {""})
     reading.needs = needs
@@ -229,22 +246,22 @@ def _read_options(reading: Reading, profile: str) -> None:
         if not any(full_name(name) for name in reading.options):
             reading.problems.append(f"{reading.path}: no option of verl (option=value) in it")
     else:
-        reading.options = read_yaml_options(_read_yaml(reading.path))
+        reading.options = read_yaml_options(read_yaml(reading.path))
     reading.facts.append(f"{len(reading.options)} options")
 
 
 def _read_reward(reading: Reading, profile: str) -> None:
     reading.subjects.add("reward")
-    function = get_reward(f"{reading.path}:compute_score")
+    function = get_reward(f"{reading.path}:{reading.function}")
     arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
     try:
         inspect.signature(function).bind(**dict.fromkeys(arguments))
     except TypeError as error:
         reading.problems.append(
-            f"{reading.path}: compute_score cannot be called with {', '.join(arguments)}: {error}"
+            f"{reading.path}: {reading.function} cannot be called with {', '.join(arguments)}: {error}"
         )
     kind = "async" if inspect.iscoroutinefunction(function) else "sync"
-    reading.facts.append(f"compute_score, {kind}")
+    reading.facts.append(f"{reading.function}, {kind}")
 
 
 def _read_function_tools(reading: Reading, profile: str) -> None:

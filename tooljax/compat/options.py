@@ -1,17 +1,17 @@
-"""verl's options as settings of ours: the table, and how its values are read from YAML files and launch scripts."""
+"""verl's options as settings of ours."""
 
-import re
-import shlex
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_origin
-
-import yaml
 
 from rollout_sidecar.formats import get_format
 from rollout_sidecar.profiles import get_profile
+from tooljax.compat.option_files import is_unfilled
 from tooljax.compat.points import PROFILE_FIELD
+from tooljax.config import Config
+from tooljax.config.checks import check
+from tooljax.config.errors import ConfigError
 from tooljax.config.gin import SECTIONS
 from tooljax.config.values import WrongValue, convert
 
@@ -210,10 +210,27 @@ def translate(options: Mapping[str, Any], profile: str = "default") -> Translati
         for setting, value in _DEFAULTS:
             if setting not in done.settings:
                 _set(setting, value, "verl's default", done)
+    if done.settings.get("evaluate.every_steps") and not done.settings.get("data.eval"):
+        del done.settings["evaluate.every_steps"]
+        done.notes["trainer.test_freq"] = "no data.val_files, so there is nothing to evaluate on"
     if profile != "default":
         _set(PROFILE_FIELD, profile, "--profile", done)
         _set("reward.text", get_profile(profile).solution_text, "--profile", done)
     return done
+
+
+def contradictions(done: Translation) -> list[str]:
+    """What no run could have at once among the settings, and the defaults of the others."""
+    config = Config()
+    for setting, value in done.settings.items():
+        section, _, name = setting.partition(".")
+        part = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section: part})
+    try:
+        check(config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
 
 
 def full_name(name: str) -> str | None:
@@ -223,7 +240,7 @@ def full_name(name: str) -> str | None:
 
 
 def _translate_one(option: Option, value: Any, done: Translation) -> None:
-    if _is_unfilled(value):
+    if is_unfilled(value):
         done.problems[option.name] = f"{value!r} is filled in by verl; write the value itself"
         return
     try:
@@ -267,12 +284,7 @@ def _combined(values: Mapping[str, Any], profile: str) -> Iterator[tuple[str, An
     """Settings that depend on more than one option."""
     response = values.get("data.max_response_length")
     if response is not None:
-        prompt = values.get("data.max_prompt_length", 512)  # verl's default
-        yield (
-            "limits.max_trajectory_tokens",
-            int(prompt) + int(response),
-            "data.max_prompt_length + data.max_response_length",
-        )
+        yield from _lengths(values, int(response))
     turns = values.get(f"{TURNS}.max_user_turns")
     if turns is not None and profile in ("B", "C"):
         # There a round of tools is a user turn, and one more assistant turn follows the last.
@@ -303,77 +315,18 @@ def _combined(values: Mapping[str, Any], profile: str) -> Iterator[tuple[str, An
             yield f"track.{tracker}", tracker in _files(loggers), "trainer.logger"
 
 
-# --- files ------------------------------------------------------------------------------------------------------
-
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w]*(?:\.[\w]+)+)=(.*)", re.DOTALL)
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
-
-
-def read_yaml_options(content: Any) -> dict[str, Any]:
-    """The options of a parsed YAML file by dotted name."""
-    return dict(_flat(content, ""))
-
-
-def _flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, part in value.items():
-        name = f"{prefix}{key}"
-        if isinstance(part, dict) and part:
-            yield from _flat(part, f"{name}.")
-        elif key not in ("defaults", "hydra", "_target_"):
-            yield name, _number(part)
-
-
-def read_script_options(path: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The `option=value` arguments of a launch script, with the script's own variables filled in.
-
-    Raises:
-        ValueError: the script has an open quote.
-    """
-    text = re.sub(r"\\\r?\n", " ", path.read_text(encoding="utf-8", errors="replace"))
-    variables = dict(environment)
-    options: dict[str, Any] = {}
-    for line in text.splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}: {line.strip()[:60]}") from None
-        in_front = True  # assignments come before the command
-        for word in (word.rstrip(";") for word in words):
-            override, assignment = _OVERRIDE.fullmatch(word), _ASSIGNMENT.fullmatch(word)
-            in_front = in_front and (assignment is not None or word == "export")
-            if override:
-                options[override[1]] = _number(_parsed(_filled(override[2], variables)))
-            elif assignment and in_front:
-                variables[assignment[1]] = _filled(assignment[2], variables)
-    return options
-
-
-def _filled(text: str, variables: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        return variables.get(name) or match[2] or match[0]
-
-    return _VARIABLE.sub(value, text)
-
-
-def _is_unfilled(value: Any) -> bool:
-    """There is a variable left in it, or a reference to another option."""
-    if isinstance(value, list):
-        return any(map(_is_unfilled, value))
-    return isinstance(value, str) and ("${" in value or bool(_VARIABLE.search(value)))
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
-def _number(value: Any) -> Any:
-    """1e-6 is text to YAML 1.1, and a number to verl."""
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        return float(value)
-    return value
+def _lengths(values: Mapping[str, Any], response: int) -> Iterator[tuple[str, Any, str]]:
+    prompt = values.get("data.max_prompt_length")
+    if prompt is None:
+        prompt = 512
+        yield "limits.max_prompt_tokens", prompt, "verl's default"
+    both = "data.max_prompt_length + data.max_response_length"
+    longest = int(prompt) + response
+    yield "limits.max_trajectory_tokens", longest, both
+    # There one turn may take all of it.
+    yield "limits.max_tokens_per_turn", response, "data.max_response_length"
+    default = Config()
+    if longest > default.batch.row_lengths[-1]:
+        yield "batch.row_lengths", (longest // 4, longest // 2, longest), both
+    if longest > default.sidecar.max_model_tokens and f"{ROLLOUT}.max_model_len" not in values:
+        yield "sidecar.max_model_tokens", longest, both

@@ -8,8 +8,9 @@ from typing import Any
 
 from rollout_sidecar.profiles import PROFILES, get_profile
 from rollout_sidecar.rewards.registry import get_reward
-from tooljax.compat.files import KIND_NAMES, Reading, read_file
-from tooljax.compat.options import TURNS, Translation, translate
+from rollout_sidecar.user_files import find_path
+from tooljax.compat.files import KIND_NAMES, Kind, Reading, read_file
+from tooljax.compat.options import TURNS, Translation, contradictions, full_name, translate
 from tooljax.compat.points import Subject, points_for
 
 RELEASES = {
@@ -19,15 +20,17 @@ RELEASES = {
     "C": "verl 0.8.0 and later",
 }
 
-_NAMED_FILES = (
-    "data.train_files",
-    "data.val_files",
-    f"{TURNS}.tool_config_path",
-    f"{TURNS}.function_tool_path",
-    f"{TURNS}.interaction_config_path",
-    "custom_reward_function.path",
-)
-"""Options that name other files."""
+_REWARD = "custom_reward_function.path"
+_NAMED_FILES: dict[str, Kind] = {
+    "data.train_files": "records",
+    "data.val_files": "records",
+    f"{TURNS}.tool_config_path": "tool_config",
+    f"{TURNS}.function_tool_path": "function_tools",
+    f"{TURNS}.interaction_config_path": "interaction",
+    _REWARD: "reward",
+}
+"""Options that name other files, and what these are."""
+_MODEL = "actor_rollout_ref.model.path"
 
 _WIDTH = 100
 
@@ -51,25 +54,43 @@ def make_report(paths: Sequence[str | Path], *, profile: str = "default") -> Rep
     options: dict[str, Any] = {}
     # A launch script overrides the YAML file that it names.
     for reading in sorted(report.readings, key=lambda reading: reading.path.suffix == ".sh"):
-        options |= reading.options
+        options |= {
+            name: _found(name, value, reading.path.parent)
+            for name, value in reading.options.items()
+        }
     report.translation = translate(options, profile)
-    known = {reading.path.resolve() for reading in report.readings}
-    for path in _named_files(report.translation.values):
-        if path.resolve() not in known:
-            known.add(path.resolve())
-            report.readings.append(read_file(path, profile=profile))
+    readings = {reading.path.resolve(): reading for reading in report.readings}
+    for path, kind in _named_files(report.translation.values):
+        known = readings.get(path.resolve())
+        # A reward is read again, since the options may name another of the file's functions.
+        if known is None or kind == "reward":
+            function = report.translation.values.get("custom_reward_function.name", "compute_score")
+            readings[path.resolve()] = read_file(
+                known.path if known else path, profile=profile, kind=kind, function=str(function)
+            )
+    report.readings = list(readings.values())
     report.problems = [problem for reading in report.readings for problem in reading.problems]
     report.problems += [f"{name}: {why}" for name, why in report.translation.problems.items()]
+    report.problems += contradictions(report.translation)
     _compare(report)
     return report
 
 
-def _named_files(values: dict[str, Any]) -> Iterator[Path]:
-    for name in _NAMED_FILES:
+def _found(name: str, value: Any, folder: Path) -> Any:
+    """The value of an option; of one that names files, where they are: beside the file that names them, first."""
+    if isinstance(value, list):
+        return [_found(name, part, folder) for part in value]
+    if full_name(name) not in {*_NAMED_FILES, _MODEL} or not isinstance(value, str) or not value:
+        return value
+    return str(find_path(value, folder) or value)
+
+
+def _named_files(values: dict[str, Any]) -> Iterator[tuple[Path, Kind]]:
+    for name, kind in _NAMED_FILES.items():
         value = values.get(name)
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, str) and path and "$" not in path:
-                yield Path(path)
+                yield Path(path), kind
 
 
 def _compare(report: Report) -> None:
@@ -78,17 +99,23 @@ def _compare(report: Report) -> None:
     tools = set().union(*(reading.tools for reading in report.readings))
     interactions = set().union(*(reading.interactions for reading in report.readings))
     every_tool = not any(r.kind == "tool_config" and "mcp" in r.subjects for r in report.readings)
+    brings_tools = every_tool and bool({"tool_config", "function_tools", "options"} & kinds)
     for reading in report.readings:
         if reading.kind != "records" or not reading.needs:
             continue
-        missing = sorted(reading.needs["tools"] - tools)
-        if missing and "tool_config" in kinds | {"function_tools"} and every_tool:
-            report.warnings.append(
-                f"{reading.path}: rows name the tools {', '.join(missing)}, which no file here brings"
-            )
+        by_row = get_profile(report.profile).offered_tools == "row"
+        for what, cannot_run in (("tools", by_row), ("offered tools", True)):
+            missing = sorted(reading.needs[what] - tools)
+            if missing and brings_tools:
+                told = report.problems if cannot_run else report.warnings
+                told.append(
+                    f"{reading.path}: rows name the tools {', '.join(missing)}, which no file here brings"
+                )
         missing = sorted(reading.needs["interactions"] - interactions)
-        if missing and "interaction" in kinds:
-            report.problems.append(
+        if missing:
+            # Records alone are not a whole run.
+            told = report.problems if {"interaction", "options"} & kinds else report.warnings
+            told.append(
                 f"{reading.path}: rows name the interactions {', '.join(missing)}, which no file here brings"
             )
         if "reward" not in kinds:

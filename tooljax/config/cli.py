@@ -4,7 +4,7 @@ import argparse
 import ast
 import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tooljax.config import schema
 from tooljax.config.errors import ConfigError
@@ -15,10 +15,19 @@ from tooljax.config.values import describe
 _WIDTH = 100
 
 
-def parse_args(argv: Sequence[str] | None, *, prog: str, description: str) -> Config:
+def parse_args(
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str,
+    check_files: Callable[[Config], None] | None = None,
+) -> Config:
     """The config that the arguments ask for (None: those of this process).
 
     --help and --dry_run print and exit with 0; a wrong setting is printed, without a traceback, and exits with 2.
+
+    Args:
+        check_files: asked by --dry_run too; raises ValueError for a file that is not there.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -44,7 +53,9 @@ def parse_args(argv: Sequence[str] | None, *, prog: str, description: str) -> Co
         help="set one field, over all files; may be repeated. Text needs no quotes: --set model.path=runs/x",
     )
     parser.add_argument(
-        "--dry_run", action="store_true", help="print the resolved config, every field, and exit"
+        "--dry_run",
+        action="store_true",
+        help="print the resolved config, every field, look for the files that it names, and exit",
     )
     arguments = parser.parse_args(argv)
     try:
@@ -53,6 +64,11 @@ def parse_args(argv: Sequence[str] | None, *, prog: str, description: str) -> Co
         parser.exit(2, f"{prog}: {error}\n")
     if arguments.dry_run:
         print(to_gin(config), end="")
+        try:
+            if check_files is not None:
+                check_files(config)
+        except ValueError as error:
+            parser.exit(2, f"{prog}: {error}\n")
         parser.exit(0)
     return config
 

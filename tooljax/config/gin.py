@@ -6,6 +6,8 @@
         'data/train.parquet',
     )
 
+Files and folders that a setting names are looked for beside the .gin file first, then from the working folder.
+
 Our files are valid gin, but this is not the gin-config library: a config holds values only, so macros, scopes,
 @references and imports are errors. Precedence: default < files, in order, with includes in place < --set.
 """
@@ -30,6 +32,16 @@ SECTIONS: dict[str, dict[str, Any]] = {
 """Type of every field, by section and name."""
 
 
+PATHS = frozenset(
+    {
+        *("model.path", "data.train", "data.eval", "sidecar.token_file", "sidecar.ca_file"),
+        *("sidecar.tool_config", "sidecar.interaction_config", "reward.function"),
+        "sft.demonstrations",
+    }
+)
+"""Fields that name what must be there already."""
+
+
 class Binding(NamedTuple):
     """`target = text`, set at `where`. `bare` text needs no quotes: it came from the command line."""
 
@@ -37,6 +49,8 @@ class Binding(NamedTuple):
     text: str
     where: str
     bare: bool = False
+    folder: Path = Path()
+    """Of the file that says so."""
 
 
 def load_config(files: Sequence[str | Path], bindings: Sequence[str] = ()) -> Config:
@@ -92,7 +106,7 @@ def _read_file(path: Path, *, where: str, parents: tuple[Path, ...]) -> Iterator
             included = path.parent / _included(tokens, here)
             yield from _read_file(included, where=f"{here}: ", parents=(*parents, resolved))
         else:
-            yield _file_binding(tokens, text, here)
+            yield _file_binding(tokens, text, here)._replace(folder=path.parent)
 
 
 def _statements(text: str, path: Path) -> Iterator[tuple[int, list[tokenize.TokenInfo]]]:
@@ -178,13 +192,26 @@ def _value(binding: Binding) -> Any:
         because = reason(binding.target, value)
         if because:
             raise ConfigError(f"{binding.where}: {because}")
-        return convert(value, hint)
+        value = convert(value, hint)
+        return _beside(value, binding.folder) if binding.target in PATHS else value
     except WrongValue as error:
         choice = _closest(binding.text.strip("'\""), _choices(hint))
         raise ConfigError(
             f"{binding.where}: {binding.target} takes {describe(hint)}, got {error}"
             + (f". Did you mean {choice!r}?" if choice else "")
         ) from None
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    """The path, or paths, with the folder in front where that leads to something; reward.function's up to its colon."""
+    if not isinstance(value, str):
+        return tuple(_beside(part, folder) for part in value)
+    path, colon, function = value.rpartition(":")
+    if not path.endswith(".py"):
+        path, colon, function = value, "", ""
+    if not path or Path(path).is_absolute() or folder.resolve() == Path.cwd():
+        return value
+    return f"{folder / path}{colon}{function}" if (folder / path).exists() else value
 
 
 def _bare_text(text: str, hint: Any) -> Any:
