@@ -150,7 +150,9 @@ async def test_a_sidecar_that_was_restarted_is_an_error_even_before_its_first_fr
                 0.05
             )  # the first answer has begun, and its first turn has not ended
             sidecar.instance = "another"
-            with pytest.raises(SidecarError, match="was restarted since it was last asked") as caught:
+            with pytest.raises(
+                SidecarError, match="was restarted since it was last asked"
+            ) as caught:
                 await reading
     assert len(requests) == 2
     assert caught.value.kind == "restarted"

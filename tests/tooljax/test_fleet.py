@@ -103,7 +103,7 @@ def test_a_tool_that_keeps_state_is_started_again_from_the_prompt(tokenizer):
         victim.on_generate = lambda n: victim.kill_here() if n == 6 else None
         assert essences(roll(sidecars, make_tasks(2), samples=2)) == undisturbed
         assert (sidecars.fleet.resumed, sidecars.fleet.restarted) == (0, 2)
-        assert served[1].sidecar.agent.tools["add"].open == 0
+        assert served[1].sidecar.agent.leases.live == 0
 
 
 def test_a_replica_that_is_killed_and_started_again_serves_the_weights_before_it_is_used(
