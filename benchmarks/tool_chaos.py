@@ -3,9 +3,10 @@
     python benchmarks/tool_chaos.py
     python benchmarks/tool_chaos.py --trajectories 200 --seed 1 --profile C
 
-Tools hang, ignore being cancelled, crash, call exit(), answer garbage, slowly, or with far too much; their create,
-calc_reward and release fail too; calls cannot be read or executed; and some trajectories are cancelled midway. Every
-trajectory must end with a typed status, and afterwards no instance, task, process or file may be left, and no memory.
+Tools hang, block their thread or their event loop, ignore being cancelled, crash, call exit(), answer garbage, slowly,
+or with far too much; their create, calc_reward and release fail too; calls cannot be read or executed; and some
+trajectories are cancelled midway. Every trajectory must end with a typed status, the server's own event loop must never
+be held up, and afterwards no instance, task, process, thread or file may be left, and no memory.
 Faults are drawn from the seed; only their timing differs from run to run.
 """
 
@@ -26,20 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, get_args
 
-from rollout_sidecar import foreign, leases
+from rollout_sidecar import foreign, foreign_loops, leases
 from rollout_sidecar.agent import Agent, run_rollout
 from rollout_sidecar.engines.base import GenerateRequest
 from rollout_sidecar.engines.scripted import ScriptedEngine
 from rollout_sidecar.formats import get_format
 from rollout_sidecar.profiles import get_profile
-from rollout_sidecar.protocol import (
-    Limits,
-    RolloutRequest,
-    RolloutSpec,
-    Status,
-    Task,
-    derive_seed,
-)
+from rollout_sidecar.protocol import Limits, RolloutRequest, RolloutSpec, Status, Task, derive_seed
 from rollout_sidecar.statistics import RecentTrajectories
 from rollout_sidecar.tokenizer import ChatTokenizer
 from rollout_sidecar.tools.base import BaseTool, ToolFailure, ToolResponse
@@ -47,6 +41,8 @@ from rollout_sidecar.tools.base import BaseTool, ToolFailure, ToolResponse
 TURNS = 6
 CANCELLED = 0.02
 """Share of trajectories that are cancelled midway."""
+BLOCKED_S = (0.2, 0.6)
+"""How long a tool blocks; the deadline is 0.1 s."""
 
 
 def main() -> int:
@@ -62,15 +58,8 @@ def main() -> int:
 
         tiny.write_tokenizer(tiny.train_tokenizer(['{"name": "chaos"}', "#### 2"], 300), folder)
         tokenizer = ChatTokenizer.from_folder(folder)
-        report = asyncio.run(
-            chaos(
-                tokenizer,
-                args.trajectories,
-                seed=args.seed,
-                at_once=args.at_once,
-                profile=args.profile,
-            )
-        )
+        kwargs = {"seed": args.seed, "at_once": args.at_once, "profile": args.profile}
+        report = asyncio.run(chaos(tokenizer, args.trajectories, **kwargs))
     show(report)
     return 1 if report.internal or any(report.left.values()) else 0
 
@@ -102,15 +91,8 @@ class ChaosTool(BaseTool):
         (ToolResponse(image=[1]), None, None),
         ("x", float("nan"), {}),
     )
-    CRASHES = (
-        RuntimeError,
-        ValueError,
-        OSError,
-        MemoryError,
-        Unprintable,
-        SystemExit,
-        GeneratorExit,
-    )
+    CRASHES = (RuntimeError, ValueError, OSError, MemoryError, Unprintable)
+    CRASHES += (SystemExit, GeneratorExit)
 
     def __init__(self, name: str, seed: int):
         super().__init__({"breaker_failures": 0}, tool_schema(name))
@@ -120,6 +102,9 @@ class ChaosTool(BaseTool):
         self.injected: Counter[str] = Counter()
         self._made = itertools.count()
         self._calls: Counter[tuple[str, str]] = Counter()
+
+    async def startup(self) -> None:
+        """Nothing, on the tool's own event loop."""
 
     def draw(self, instance_id: str, method: str) -> random.Random:
         """Decides one call, the same in every run."""
@@ -169,18 +154,8 @@ class ChaosTool(BaseTool):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any):
         rng = self.draw(instance_id, "execute")
         assert not self.files[instance_id].closed
-        kinds = (
-            "hang",
-            "stubborn",
-            "slow",
-            "slow",
-            "crash",
-            "crash",
-            "cancel",
-            "refuse",
-            "garbage",
-        )
-        kind = self.fault(rng, 0.6, *kinds, "garbage", "huge")
+        kinds = ("hang", "stubborn", "slow", "slow", "crash", "crash", "cancel", "refuse")
+        kind = self.fault(rng, 0.6, *kinds, "garbage", "garbage", "huge")
         if kind:
             return await self.misbehave(kind, rng)
         return ToolResponse(text=parameters["text"]), 0.0, {}
@@ -209,12 +184,31 @@ class PlainTool(ChaosTool):
 
     def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any):  # type: ignore[override]
         rng = self.draw(instance_id, "execute")
-        kind = self.fault(rng, 0.5, "slow", "crash", "garbage")
+        kind = self.fault(rng, 0.5, "slow", "crash", "garbage", "sleep")
+        if kind == "sleep":
+            time.sleep(rng.uniform(*BLOCKED_S))
         if kind == "slow":
             time.sleep(rng.uniform(0.0, 0.02))
         if kind == "crash":
             raise rng.choice(self.CRASHES)("crashed")
         return rng.choice(self.GARBAGE) if kind == "garbage" else parameters["text"]
+
+
+class BlockingTool(ChaosTool):
+    """Blocks its event loop, as time.sleep and blocking libraries do in an `async def`."""
+
+    __module__ = "blocking_tool"  # a package of its own: it shares its loop with no other tool
+
+    create, calc_reward = BaseTool.create, BaseTool.calc_reward
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any):
+        rng = self.draw(instance_id, "execute")
+        if self.fault(rng, 0.2, "block"):
+            time.sleep(rng.uniform(*BLOCKED_S))
+        return parameters["text"]
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self._calls.pop(("execute", instance_id), None)
 
 
 def say(request: GenerateRequest, turn: int) -> str:
@@ -223,7 +217,8 @@ def say(request: GenerateRequest, turn: int) -> str:
         return "#### 2"
     render = get_format("hermes").render_call
     rng = random.Random(request.seed)
-    good = render(rng.choice(["chaos", "plain"]), {"text": "abc" * rng.randrange(1, 9)})
+    tool = rng.choice(["chaos", "chaos", "plain", "plain", "blocking"])
+    good = render(tool, {"text": "abc" * rng.randrange(1, 9)})
     odd = (
         *('<tool_call>{"name": "chaos", "arguments": {x}}</tool_call>', render("abacus", {})),
         *(render("chaos", {"txet": "a"}), good * 3, f"{good}<tool_call>"),
@@ -247,6 +242,10 @@ class ChaosReport:
     """Traced memory at the end less that after the first half."""
     seconds: float = 0.0
     calls: Counter[str] = field(default_factory=Counter)
+    most_lost: int = 0
+    """Threads and loops that were held up at once."""
+    longest_pause_s: float = 0.0
+    """For which the server's event loop did nothing else."""
 
 
 async def chaos(
@@ -258,7 +257,7 @@ async def chaos(
     profile: str = "default",
 ) -> ChaosReport:
     """Plays `count` trajectories, so many at once."""
-    tools = [ChaosTool("chaos", seed), PlainTool("plain", seed)]
+    tools = [ChaosTool("chaos", seed), PlainTool("plain", seed), BlockingTool("blocking", seed)]
     engine = ScriptedEngine(tokenizer, say)
     agent = Agent(
         engine=engine,
@@ -271,8 +270,12 @@ async def chaos(
     request = _request(count, seed)
     report = ChaosReport()
     places = asyncio.Semaphore(at_once)
+    for tool in tools:  # their event loops stay
+        await foreign.invoke(tool.startup)
     before = _held()
     patience, leases.END_TIMEOUT_S = leases.END_TIMEOUT_S, 0.2
+    grace, foreign_loops.GRACE_S = foreign_loops.GRACE_S, 0.1
+    watch = asyncio.create_task(_watch(report))
     tracemalloc.start()
     started = time.monotonic()
     try:
@@ -287,7 +290,9 @@ async def chaos(
             traced.append(tracemalloc.get_traced_memory()[0])
         report.grown_bytes = traced[1] - traced[0]
     finally:
-        leases.END_TIMEOUT_S = patience
+        leases.END_TIMEOUT_S, foreign_loops.GRACE_S = patience, grace
+        watch.cancel()
+        await asyncio.wait({watch})
         tracemalloc.stop()
     report.seconds = time.monotonic() - started
     report.reaped = agent.leases.reaped
@@ -298,6 +303,7 @@ async def chaos(
         "open in tools": sum(len(tool.files) + len(tool.processes) for tool in tools),
         "closing": len(agent.closing),
         "given up on": len(foreign._left_behind),
+        "lost threads": foreign.lost_threads(),
         **{what: after[what] - before[what] for what in after},
     }
     return report
@@ -305,15 +311,13 @@ async def chaos(
 
 def _request(count: int, seed: int) -> RolloutRequest:
     question = {"role": "user", "content": "Use the tools, then say 2."}
+    task = Task(task_id="t", messages=[question], data_source="openai/gsm8k", ground_truth="2")
+    seeds = (derive_seed(seed, i) for i in range(count))
+    rollouts = [RolloutSpec(task_index=0, sample_index=i, seed=s) for i, s in enumerate(seeds)]
     return RolloutRequest(
         request_id="chaos",
-        tasks=[
-            Task(task_id="t", messages=[question], data_source="openai/gsm8k", ground_truth="2")
-        ],
-        rollouts=[
-            RolloutSpec(task_index=0, sample_index=i, seed=derive_seed(seed, i))
-            for i in range(count)
-        ],
+        tasks=[task],
+        rollouts=rollouts,
         limits=Limits(
             max_turns=TURNS,
             tool_timeout_s=0.1,
@@ -345,6 +349,14 @@ async def _one(
         report.internal.append(trajectory.error)
 
 
+async def _watch(report: ChaosReport) -> None:
+    while True:
+        report.most_lost = max(report.most_lost, foreign.lost_threads())
+        before = time.monotonic()
+        await asyncio.sleep(0.01)
+        report.longest_pause_s = max(report.longest_pause_s, time.monotonic() - before)
+
+
 async def _settle(agent: Agent) -> None:
     """What the sidecar does when it stops; and waits for what was given up on to end by itself."""
     if agent.closing:
@@ -352,6 +364,8 @@ async def _settle(agent: Agent) -> None:
     for _ in range(leases.REAP_ATTEMPTS + 1):
         await agent.leases.sweep()
         await asyncio.sleep(0.15)
+    while foreign.lost_threads():
+        await asyncio.sleep(0.02)
 
 
 def _held() -> dict[str, int]:
@@ -372,6 +386,8 @@ def show(report: ChaosReport) -> None:
     print(f"  calls           {dict(report.calls.most_common())}")
     print(f"  injected faults {dict(report.faults.most_common())}")
     print(f"  faults of ours  {report.internal or 'none'}")
+    print(f"  blocked         up to {report.most_lost} threads and event loops at once")
+    print(f"  longest pause   {report.longest_pause_s:.2f} s of the server's own event loop")
     print(f"  left behind     {report.left}, {report.reaped} instances reaped")
     print(f"  memory          {report.grown_bytes / 1024:+.0f} KiB in the second half")
 

@@ -68,7 +68,7 @@ async def call_on_own_loop(
         return await method(*args, **kwargs)
     call = _Call(owner, method, args, kwargs)
     call.move()
-    return await call.relay
+    return await call.relay.answer()
 
 
 def lost_loops() -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from rollout_sidecar.errors import DeadlineError, RolloutError, ToolError, boundary
-from rollout_sidecar.foreign import begin, bounded, leave
+from rollout_sidecar.foreign import begin, bounded, ends_within, leave
 
 T = TypeVar("T")
 
@@ -59,9 +59,7 @@ class Lease(Generic[T]):
 
     async def opened(self, timeout_s: float) -> T:
         """What was opened. Raises what the opening raised, or DeadlineError; then it still has to be closed."""
-        if not self.opening.done():
-            await asyncio.wait({self.opening}, timeout=timeout_s)
-        if not self.opening.done():
+        if not await ends_within(self.opening, timeout_s):
             raise DeadlineError(f"gave no answer within {timeout_s:g} s")
         if self.opening.cancelled():  # by itself: it must not look like the owner's cancellation
             raise ToolError("it was cancelled")
@@ -78,12 +76,10 @@ class Lease(Generic[T]):
         await asyncio.shield(self._ending)
 
     async def _end(self, patience_s: float) -> None:
-        if not self.opening.done():
-            await asyncio.wait({self.opening}, timeout=patience_s)
-        if not self.opening.done():
+        if not await ends_within(self.opening, patience_s):
             leave(self.opening, late=True)
             if self._otherwise is not None:
-                await asyncio.wait({self.opening}, timeout=END_GRACE_S)
+                await ends_within(self.opening, END_GRACE_S)
             elif not self.opening.done():
                 self.abandoned = True
                 return

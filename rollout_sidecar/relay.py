@@ -37,6 +37,16 @@ class Relay(asyncio.Future):
         stop, self._stop = self._stop, _again
         return super().cancel(msg) if stop(msg is LATE) else True
 
+    async def answer(self) -> Any:
+        """What the other side returned; raises what it raised. An answer that is there is not lost to a cancellation
+        that comes too late: what it opened must be closed."""
+        try:
+            return await self
+        except asyncio.CancelledError:
+            if self.done() and not self.cancelled():
+                return self.result()
+            raise
+
     def settle(self, error: BaseException | None, result: Any = None) -> None:
         """The other side has ended."""
         try:

@@ -24,9 +24,12 @@ async def test_no_fault_of_a_tool_crashes_stalls_or_leaks(tiny_tokenizer, profil
     assert set(report.statuses) <= {"completed", "tool_error", "timeout"}
     assert report.statuses["completed"] > COUNT / 2
     assert not any(report.left.values()), report.left
+    assert report.longest_pause_s < 1.0  # a tool that blocks holds up nobody else
     assert report.grown_bytes < 256 * 1024
     # It was chaos indeed.
     kinds = ("hang", "stubborn", "slow", "crash", "cancel", "refuse", "garbage", "huge")
+    kinds += ("block", "sleep")
+    assert report.most_lost > 1
     assert all(report.faults[kind] > 0 for kind in kinds)
     calls = ("ok", "error", "timeout", "parse_error", "bad_arguments", "unknown_tool")
     assert all(report.calls[status] > 0 for status in calls)

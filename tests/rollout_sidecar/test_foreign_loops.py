@@ -25,6 +25,7 @@ from rollout_sidecar.errors import DeadlineError, ToolError
 from rollout_sidecar.foreign import EndingError, bounded, exhausted, invoke
 from rollout_sidecar.foreign_loops import lost_loops
 from rollout_sidecar.interactions.base import BaseInteraction
+from rollout_sidecar.relay import Relay
 
 OWN = __name__.partition(".")[0]
 
@@ -252,6 +253,19 @@ async def test_an_abort_reaches_the_coroutine(tiny_tokenizer):
         await rollout
     await asyncio.wait_for(cancelled.wait(), 5.0)
     assert agent.tools["counter"].times("release") == 1
+
+
+async def test_an_answer_is_not_lost_to_a_cancellation_that_comes_too_late():
+    """What a create opened, say, is known, and so can be closed."""
+    relay = Relay(lambda late: False)
+    task = asyncio.create_task(relay.answer())
+    await asyncio.sleep(0)
+    relay.settle(None, "opened")
+    while not relay.done():
+        await asyncio.sleep(0)
+    assert not task.done()  # it does not know yet
+    task.cancel()
+    assert await task == "opened"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2), GeneratorExit()])
