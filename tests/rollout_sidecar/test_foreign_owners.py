@@ -4,7 +4,9 @@ import asyncio
 import contextvars
 import functools
 import threading
+from typing import Any
 
+import pytest
 from sandbox_cases import needs_bubblewrap
 from sidecar_cases import CounterTool, call, make_agent, play, serving, statuses, tool_messages
 
@@ -96,6 +98,34 @@ async def test_a_users_python_tool_and_ours_each_have_a_sandbox(tiny_tokenizer):
         trajectory = await play(agent)
     assert statuses(trajectory) == [["ok", "ok"], []]
     assert tool_messages(trajectory) == ["7", "7"]
+
+
+async def test_a_users_subclass_of_an_mcp_tool_shares_the_sessions_of_the_rest(
+    tiny_tokenizer, tmp_path
+):
+    """They live in the server's loop."""
+    pytest.importorskip("mcp")
+    from mcp_cases import McpTool, assert_nothing_left, entry, open_mcp_tools, play_all, raw
+
+    threads = []
+
+    class Mine(McpTool):
+        async def execute(self, instance_id, parameters, **kwargs):
+            threads.append(threading.get_ident())
+            return await super().execute(instance_id, parameters, **kwargs)
+
+    made = {**entry(tmp_path, {"raw": raw()}), "class_name": Mine}
+    made["mcp"]["tool_selected_list"] = ["inc"]
+    tools: Any = await open_mcp_tools(made, where="tools[0]", base_dir=tmp_path)
+    for tool in tools.values():
+        await invoke(tool.startup)
+    script = [call("inc"), call("inc"), "#### 2"]
+    for trajectory in await play_all(tiny_tokenizer, tools, [script] * 2):
+        assert tool_messages(trajectory) == ["1", "2"]
+    for tool in tools.values():
+        await invoke(tool.shutdown)
+    assert set(threads) == {await invoke(where)}
+    assert_nothing_left()
 
 
 async def test_context_variables_are_passed_on():

@@ -302,6 +302,22 @@ async def test_an_interaction_that_hangs_costs_its_deadline(tiny_tokenizer, wher
     assert agent.leases.live == (where == "finalize")
 
 
+@pytest.mark.parametrize("how", ["raises", "cancels", "exits"])
+async def test_a_conversation_that_could_not_begin_is_finalized(tiny_tokenizer, how):
+    """Always: it may have begun to keep something."""
+    errors = {"raises": OSError("no"), "cancels": asyncio.CancelledError(), "exits": SystemExit(1)}
+
+    class Failing(Scripted):
+        async def start_interaction(self, instance_id=None, **kwargs):
+            await super().start_interaction(instance_id, **kwargs)
+            raise errors[how]
+
+    user = Failing()
+    agent = agent_of(tiny_tokenizer, ["#### 2"], user)
+    assert (await play(agent, task_of())).status == "interaction_error"
+    assert (user.log, user.open, agent.leases.live) == (["start", "finalize"], set(), 0)
+
+
 @pytest.mark.parametrize("where", ["start", "reply", "generate"])
 async def test_cancelling_finalizes_exactly_once(tiny_tokenizer, where):
     reached, go = Signal(), Signal()

@@ -1,5 +1,6 @@
 """`python -m rollout_sidecar` as a process: it starts, serves, says what is wrong, and ends when told to."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
-from sidecar_cases import make_request
+from sidecar_cases import call, make_request, statuses
 
 from rollout_sidecar.__main__ import main
 from rollout_sidecar.client import SidecarClient, SidecarError
+from rollout_sidecar.protocol import Limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +89,44 @@ async def test_it_serves_until_a_signal_and_ends_with_0(start, tmp_path, how):
     process.send_signal(how)
     assert process.wait(20) == 0
     assert "Traceback" not in process.stderr.read()
+
+
+BLOCKING = """\
+import time
+
+from rollout_sidecar.tools.function_tool import function_tool
+
+
+@function_tool
+async def block() -> str:
+    \"\"\"Never comes back.\"\"\"
+    time.sleep(10**6)
+"""
+
+
+async def test_a_tool_that_blocks_holds_up_neither_deadlines_nor_probes_nor_signals(
+    start, tmp_path
+):
+    port_file, tool, script = tmp_path / "port", tmp_path / "blocking.py", tmp_path / "calls.json"
+    tool.write_text(BLOCKING)
+    script.write_text(json.dumps([call("block"), "#### 2"]))
+    process = start(
+        "--port", 0, "--port_file", port_file, "--tool_config", tool, "--script", script
+    )
+    url = url_of(port_file)
+    async with SidecarClient(url) as client:
+        async with asyncio.timeout(20):
+            while not await client.ready():
+                await asyncio.sleep(0.05)
+        started = time.monotonic()
+        request = make_request(limits=Limits(tool_timeout_s=0.5, trajectory_timeout_s=3.0))
+        [trajectory] = [found async for found in client.rollouts(request)]
+        assert time.monotonic() - started < 3
+        assert statuses(trajectory) == [["timeout"], []]
+        wait_for(lambda: "lost_threads 1" in urlopen(f"{url}/metrics").read().decode(), "the loss")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert "block holds up its event loop" in process.stderr.read()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from rollout_sidecar.conversation import Conversation
 from rollout_sidecar.formats import get_format
+from rollout_sidecar.protocol import JSON, MSGPACK, encode
 from rollout_sidecar.rewards import gsm8k, registry
 from rollout_sidecar.rewards.base import Score, compute
 from rollout_sidecar.rewards.registry import accepted_kwargs, check_reward, get_reward
@@ -176,13 +177,43 @@ async def test_numbers_of_a_dict_are_metrics_and_may_differ_from_row_to_row():
     assert (await score(filled)).metrics == {"other": 2.0}
 
 
+class Odd:
+    """Cannot be read or shown."""
+
+    def item(self):
+        raise RuntimeError("no number")
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = object.__repr__
+
+
+@pytest.mark.parametrize("odd", [np.array([1, 2]), 10**400, "text", [1], 1j, Odd()])
+async def test_a_metric_that_is_no_number_costs_only_itself(odd):
+    answer = {"score": 0.5, "odd": odd, "acc": np.array(1)}
+    assert await score(answer) == Score(0.5, {"outcome": 0.5}, {"acc": 1.0})
+
+
+async def test_names_of_metrics_become_text_that_can_be_sent():
+    """Else a key costs the request of every trajectory."""
+    answer = {"score": 1.0, 1: 2.0, None: 3.0, "\ud800x": 4.0, (1, "a"): 5.0, Odd(): 6.0}
+    metrics = (await score(answer)).metrics
+    assert metrics == {"1": 2.0, "None": 3.0, "?x": 4.0, "(1, 'a')": 5.0}
+    assert encode(metrics, MSGPACK)
+    assert encode(metrics, JSON)
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         (float("nan"), "returned score = nan, expected a finite number"),
         ({"score": float("inf")}, "returned score = inf"),
         ({"acc": 1}, r"returned keys \['acc'\], but no \"score\""),
+        ({1: 2.0, None: 1, "b": 3}, r"returned keys \['b', 1, None\], but no \"score\""),
         ({"score": "1"}, "expected a number or a dict"),
+        ({"score": 10**400}, "expected a number or a dict"),
+        (np.array([1.0, 2.0]), "expected a number or a dict"),
         (None, "returned None, expected a number or a dict"),
         ("1.0", "returned '1.0', expected a number or a dict"),
     ],

@@ -216,12 +216,21 @@ async def test_a_function_sees_scores_of_tools_and_turns_by_verls_names(tmp_path
         ("raise KeyError('x')", "reward: KeyError: 'x'"),
         ("return float('nan')", "returned score = nan, expected a finite number"),
         ("return {'acc': 1}", "returned keys ['acc'], but no \"score\""),
-        ("import time; time.sleep(1)", "reward: no result within 0.2 s"),
+        ("import time; time.sleep(0.4)", "reward: no result within 0.2 s"),
+        ("import asyncio; raise asyncio.CancelledError", "reward: it was cancelled"),
+        ("import sys; sys.exit(3)", "reward: it raised SystemExit(3)"),
+        ("raise KeyboardInterrupt", "reward: it raised KeyboardInterrupt()"),
+        ("raise StopIteration", "reward: "),
+        (
+            "from rollout_sidecar.errors import ToolError; raise ToolError('no tool')",
+            "reward: no tool",
+        ),
     ],
 )
-async def test_a_reward_that_fails_leaves_nothing_behind(tmp_path, body, error):
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_reward_that_fails_leaves_nothing_behind(tmp_path, body, error, kind):
     file = tmp_path / "reward.py"
-    file.write_text(f"def compute_score(**kwargs):\n    {body}\n")
+    file.write_text(f"{kind} compute_score(**kwargs):\n    {body}\n")
     metrics = Metrics()
     scored = await score(
         turn(call(reward=1.0)),

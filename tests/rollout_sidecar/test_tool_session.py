@@ -5,6 +5,7 @@ import threading
 import time
 
 import msgspec
+import numpy as np
 import pytest
 from sidecar_cases import (
     CounterTool,
@@ -363,3 +364,16 @@ async def test_a_release_that_fails_is_counted_and_changes_nothing(tiny_tokenize
     agent = make_agent(tiny_tokenizer, ["#### 2"], Leaky())
     assert (await play(agent)).status == "completed"
     assert agent.metrics.value("tool_failures_total", tool="counter", method="release") == 1
+
+
+async def test_metrics_that_are_no_numbers_cost_only_themselves(tiny_tokenizer):
+    odd = {"n": 1, "rows": np.zeros(2), "huge": 10**400, "scalar": np.float32(0.5), None: 2, 3: "x"}
+
+    class Measuring(CounterTool):
+        async def answer(self, instance_id, parameters):
+            return ToolResponse(text="ok"), 0.0, odd
+
+    agent = make_agent(tiny_tokenizer, [call("counter"), "#### 2"], Measuring())
+    trajectory = await play(agent)
+    assert statuses(trajectory) == [["ok"], []]
+    assert trajectory.turns[0].calls[0].metrics == {"n": 1.0, "scalar": 0.5, "None": 2.0}
