@@ -8,10 +8,8 @@ otherwise.
 A run in float32 agrees to rounding, one in bfloat16 to a few per cent of a token's probability.
 """
 
-import asyncio
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -32,7 +30,7 @@ from tooljax.evaluate import limits, sampling
 from tooljax.grpo.mismatch import Mismatch, measure
 from tooljax.mismatch_causes import Probes, hashes, weights_sentence
 from tooljax.policy import Policy
-from tooljax.rollouts import InterruptedRollout, Sidecars
+from tooljax.rollouts import Sidecars
 from tooljax.update import Metrics, TrainState, Updater
 
 MAX_MEAN_KL = {"float32": 1e-5, "bfloat16": 5e-3}
@@ -67,8 +65,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """One sidecar's probes."""
+class Compared:
+    """One sidecar's probes, and how far its log-probs are from the trainer's."""
 
     url: str
     mismatch: Mismatch
@@ -97,25 +95,36 @@ class LogProbGate:
     def look(self, sidecars: Sidecars, state: TrainState, step: int) -> Verdict:
         """Compares all sidecars, which serve the weights after `step` steps, with the trainer, if that is due.
 
-        Metrics are those of the worst sidecar. Raises SidecarError; an interrupted look finds nothing.
+        Metrics are those of the worst sidecar. Raises SidecarError. It is short, and not interrupted: a step that is
+        made has all its metrics.
         """
         if not self.due(step):
             return Verdict({})
-        try:
-            sampled = self._sample(sidecars, step)
-            measured = [self._measure(url, probes, state) for url, probes in sampled]
-            worst = max(measured, key=lambda one: one.mismatch.mean_kl)
-            metrics = worst.mismatch.metrics("gate")
-            problem = ""
-            if self._exceeds(worst.mismatch):
-                problem = self._problem(sidecars, state, worst, measured)
-            elif not self._looked:
-                truncated, problem = self._truncation(state, measured)
-                metrics |= truncated
-        except InterruptedRollout:
-            return Verdict({})
+        measured = self.compare(sidecars, state, step)
+        worst = max(measured, key=lambda one: one.mismatch.mean_kl)
+        metrics = worst.mismatch.metrics("gate")
+        problem = ""
+        if self._exceeds(worst.mismatch):
+            problem = self._problem(sidecars, state, worst, measured)
+        elif not self._looked:
+            truncated, problem = self._truncation(state, measured)
+            metrics |= truncated
         self._looked = True
         return Verdict(metrics, problem)
+
+    def compare(self, sidecars: Sidecars, state: TrainState, step: int) -> list[Compared]:
+        """Samples from every sidecar, which must serve the weights after `step` steps, and scores what came."""
+        return [self._measure(url, probes, state) for url, probes in self._sample(sidecars, step)]
+
+    def probes(self, state: TrainState, batch: TrainBatch) -> Probes:
+        """Sampled tokens, to be scored in other ways than the trainer does."""
+        return Probes(
+            self._policy,
+            self._updater.compute_params(state),
+            batch,
+            rows_per_microbatch=self._config.batch.rows_per_microbatch,
+            temperature=self._config.sampling.temperature,
+        )
 
     # --- sampling and scoring ---
 
@@ -140,18 +149,13 @@ class LogProbGate:
         )
 
         async def ask(client: SidecarClient) -> list[Trajectory]:
-            try:
-                probes = [trajectory async for trajectory in client.rollouts(request)]
-            except asyncio.CancelledError:
-                with suppress(SidecarError):
-                    await asyncio.shield(client.abort(request.request_id))
-                raise
+            probes = [trajectory async for trajectory in client.rollouts(request)]
             _check_probes(client.url, probes, version)
             return sorted(probes, key=lambda trajectory: trajectory.task_index)
 
-        return sidecars.on_each(ask)
+        return sidecars.on_each(ask, interruptible=False)
 
-    def _measure(self, url: str, probes: Sequence[Trajectory], state: TrainState) -> _Measured:
+    def _measure(self, url: str, probes: Sequence[Trajectory], state: TrainState) -> Compared:
         batch = pack(
             [item for probe in probes for item in trajectory_items(probe, 0.0)],
             row_lengths=self._config.batch.row_lengths,
@@ -159,7 +163,7 @@ class LogProbGate:
         )
         log_probs = self._updater.log_probs(state.params, batch)
         mask = np.asarray(batch.loss_mask)
-        return _Measured(url, measure(log_probs[mask], batch.rollout_log_probs[mask]), batch)
+        return Compared(url, measure(log_probs[mask], batch.rollout_log_probs[mask]), batch)
 
     # --- what is wrong ---
 
@@ -167,18 +171,9 @@ class LogProbGate:
         max_rms = self._config.gate.max_rms
         return mismatch.mean_kl > self.max_mean_kl or 0 < max_rms < mismatch.rms
 
-    def _probes(self, state: TrainState, batch: TrainBatch) -> Probes:
-        return Probes(
-            self._policy,
-            self._updater.compute_params(state),
-            batch,
-            rows_per_microbatch=self._config.batch.rows_per_microbatch,
-            temperature=self._config.sampling.temperature,
-        )
-
-    def _truncation(self, state: TrainState, measured: Sequence[_Measured]) -> tuple[Metrics, str]:
+    def _truncation(self, state: TrainState, measured: Sequence[Compared]) -> tuple[Metrics, str]:
         """Whether a sidecar samples from fewer tokens than it reports log-probs for."""
-        found = [(one.url, *self._probes(state, one.batch).truncation()) for one in measured]
+        found = [(one.url, *self.probes(state, one.batch).truncation()) for one in measured]
         url, z, sentence = max(found, key=lambda one: one[1])
         if z <= MAX_TRUNCATION_Z:
             return {"gate/truncation_z": z}, ""
@@ -192,8 +187,8 @@ class LogProbGate:
         self,
         sidecars: Sidecars,
         state: TrainState,
-        worst: _Measured,
-        measured: Sequence[_Measured],
+        worst: Compared,
+        measured: Sequence[Compared],
     ) -> str:
         """The whole error: who, how much, and what is most likely at fault."""
         m = worst.mismatch
@@ -209,7 +204,7 @@ class LogProbGate:
         weights, explained = self._compare_weights(sidecars, state, worst.url)
         sentences.append(weights)
         if not explained:
-            sentences.append(self._experiments(self._probes(state, worst.batch), m.mean_kl))
+            sentences.append(self._experiments(self.probes(state, worst.batch), m.mean_kl))
         sentences.append(
             "Every step made is saved: with that mended, the same command goes on (gate.max_mean_kl is the limit)"
         )
@@ -222,7 +217,7 @@ class LogProbGate:
             return await client.served_weights() if client.url == url else None
 
         try:
-            answers = sidecars.on_each(ask)
+            answers = sidecars.on_each(ask, interruptible=False)
         except SidecarError as error:
             return f"Its weights could not be compared: {error}", False
         served = next((answer for _, answer in answers if answer is not None), None)

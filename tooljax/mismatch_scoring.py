@@ -90,7 +90,8 @@ def _chunk_values(head: Array, temperature: Array, ks: Array, ps: Array, chunk) 
     logits = project(hidden, head)
     log_probs = jax.nn.log_softmax(logits / temperature, axis=1)
     chosen = _pick(log_probs, targets)
-    rounded = logits.astype(jnp.bfloat16).astype(jnp.float32)
+    # Not by converting there and back, which XLA leaves out.
+    rounded = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
     probs = jnp.exp(log_probs)
     # 0 log 0 = 0
     finite = jnp.where(probs > 0, log_probs, 0.0)

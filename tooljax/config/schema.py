@@ -308,8 +308,8 @@ class GateConfig:
     """Tokens of each, and at most limits.max_tokens_per_turn."""
     max_mean_kl: NonNegative = 0.0
     """The run stops above this mean KL between engine and trainer, in nats a token. 0 chooses by model.dtype: 1e-5 for
-    float32, where sound engines stay below 1e-9 (1e-6 with TF32 products), and 5e-3 for bfloat16, five times what one
-    may have whose logits are right to bfloat16's 3 digits; a temperature that is 10 % off gives 5e-3 and more."""
+    float32, where sound engines have 1e-10 (1e-6 with TF32 products), and 5e-3 for bfloat16, some times the 1e-3 that
+    its 8 bits cost: 3e-4 by rounding logits alone."""
     max_rms: NonNegative = 0.0
     """The same for the root mean square of the log-probs' differences, in nats. 0: no limit of its own."""
 
