@@ -15,6 +15,7 @@ SHARED = frozenset(
     for name in (
         *("protocol", "client", "connection", "tokenizer", "conversation", "formats", "statistics"),
         "weight_codec",
+        "threads",
     )
 )
 """The modules of the sidecar that the trainer uses too."""
@@ -51,16 +52,16 @@ RULES = [  # the first whose prefix fits
     Rule("tooljax.compat", SHARED | {"tooljax"} | USER_FILES, TRAINER),
     Rule("tooljax", SHARED | {"tooljax", "pallas_kernels"}, TRAINER),
     Rule("rollout_sidecar.protocol", frozenset({"rollout_sidecar.protocol"}), WIRE),
-    Rule("rollout_sidecar.client", SHARED, WIRE),
+    Rule("rollout_sidecar.client", SHARED | {"rollout_sidecar.weight_client"}, WIRE),
+    Rule("rollout_sidecar.weight_client", SHARED, WIRE),
     Rule("rollout_sidecar.connection", SHARED, WIRE),
     Rule(
         "rollout_sidecar.engines.jax", frozenset({"rollout_sidecar", "tooljax"}), SIDECAR | ARRAYS
     ),
     Rule("rollout_sidecar.engines.sglang", frozenset({"rollout_sidecar"}), SIDECAR | {"sglang"}),
-    Rule(
-        "rollout_sidecar.engines.sglang_weights",
-        frozenset({"rollout_sidecar"}),
-        SIDECAR | {"torch"},
+    *(
+        Rule(f"rollout_sidecar.engines.{name}", frozenset({"rollout_sidecar"}), SIDECAR | {"torch"})
+        for name in ("sglang_weights", "sglang_memory")
     ),
     Rule("rollout_sidecar.tools", frozenset({"rollout_sidecar"}), SIDECAR | TOOLS),
     Rule("rollout_sidecar.rewards", frozenset({"rollout_sidecar"}), SIDECAR | TOOLS),
