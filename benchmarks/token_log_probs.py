@@ -24,34 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.token_log_probs import chunked, gpu, hopper
-from pallas_kernels.token_log_probs.hopper import DEFAULT_TILES, Tiles
+from pallas_kernels.token_log_probs import gpu, hopper, token_log_probs, token_loss, tune
+from pallas_kernels.token_log_probs.problem import Problem, product
 
-SECTIONS = ("ceiling", "check", "forward", "probe", "powers", "products", "fused", "peers")
+SECTIONS = ("ceiling", "check", "forward", "probe", "powers", "products", "gradient", "peers")
 SHAPES = {"16384x2048": (16384, 2048, 151936), "8192x3584": (8192, 3584, 152064)}
-
-FORWARD_TILES = {
-    "128x128 s4 c2": Tiles(),
-    "128x128 s4 c1": Tiles(cluster=1),
-    "128x128 s4 c2 d0": Tiles(delay=0),
-    "128x128 s4 c1 d0": Tiles(cluster=1, delay=0),
-    "128x128 s4 c2 g4": Tiles(rows_in_step=4),
-    "128x128 s4 c2 g16": Tiles(rows_in_step=16),
-    "64x256 s4 c2": Tiles(tile_m=64, tile_n=256),
-    "64x256 s4 c1": Tiles(tile_m=64, tile_n=256, cluster=1),
-    "128x192 s3 c2": Tiles(tile_n=192, slots=3),
-    "128x160 s4 c2": Tiles(tile_n=160, slots=4),
-    "64x256 s4 c2 d0": Tiles(tile_m=64, tile_n=256, delay=0),
-}
-POWERS_TILES = {
-    "128x128 s4 c2 o32": Tiles(),
-    "128x128 s4 c1 o32": Tiles(cluster=1),
-    "128x128 s3 c2 o64": Tiles(slots=3, out_n=64),
-    "128x128 s3 c2 o128": Tiles(slots=3, out_n=128),
-    "64x256 s4 c2 o32": Tiles(tile_m=64, tile_n=256),
-    "64x256 s4 c1 o64": Tiles(tile_m=64, tile_n=256, cluster=1, out_n=64),
-    "128x128 s4 c2 o32 d0": Tiles(delay=0),
-}
+CHECKED = [(1023, 256, 5000), (777, 128, 1187), (512, 192, 1216), (64, 64, 128), (1500, 512, 4096)]
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -117,47 +95,6 @@ def poison() -> None:
     jax.block_until_ready(jnp.full((2**29,), jnp.nan, jnp.float32))
 
 
-def inputs(tokens: int, embed: int, vocab: int, seed: int, spread: float = 2.0) -> dict:
-    keys = jax.random.split(jax.random.key(seed), 5)
-    hidden = jax.random.normal(keys[0], (tokens, embed), jnp.bfloat16)
-    head = jax.random.normal(keys[1], (vocab, embed), jnp.bfloat16)
-    head = (head.astype(jnp.float32) * (spread * embed**-0.5)).astype(jnp.bfloat16)
-    return {
-        "hidden": hidden,
-        "head": head,
-        "targets": jax.random.randint(keys[2], (tokens,), 0, vocab),
-        "scale": jax.random.uniform(keys[3], (tokens,), jnp.float32, 0.7, 1.3),
-        "slope": jax.random.normal(keys[4], (tokens,), jnp.float32) / tokens,
-    }
-
-
-def forward(hidden, head, targets, scale, *, vocab_major=True, entropy=True, tiles=DEFAULT_TILES):
-    got = gpu.statistics(
-        hidden, head, targets, scale, vocab_major=vocab_major, entropy=entropy, tiles=tiles
-    )
-    log_probs = got["picked"] - jnp.log(got["total"])
-    if not entropy:
-        return log_probs, log_probs
-    return log_probs, jnp.log(got["total"]) - got["weighted"] / got["total"]
-
-
-def fused(hidden, head, targets, scale, slope, *, chunk, tiles, vocab_major=True, powers_of=None):
-    def slope_of_loss(_, start):
-        return jax.lax.dynamic_slice_in_dim(slope, start, chunk)
-
-    return gpu.fused_chunks(
-        hidden,
-        head,
-        targets,
-        scale,
-        slope_of_loss,
-        chunk=chunk,
-        vocab_major=vocab_major,
-        tiles=tiles,
-        powers_of=powers_of or gpu.powers_of_chunk,
-    )
-
-
 # --- sections -----------------------------------------------------------------------------------------------------
 
 
@@ -205,174 +142,169 @@ def ceiling(run: Run, shapes: dict) -> None:
 
 
 def check(run: Run) -> None:
-    """Each variant against float64 on fresh inputs, odd sizes, both layouts; outputs poisoned."""
+    """The public functions against float64 on fresh inputs: odd sizes, both layouts, masks, far targets."""
     seed = int.from_bytes(os.urandom(3), "little")
     print(f"seed {seed}")
-    tokens, embed, vocab = 1023, 256, 5000
-    given = inputs(tokens, embed, vocab, seed)
-    hidden, head, scale, slope = (
-        np.asarray(given[n], np.float64) for n in ("hidden", "head", "scale", "slope")
-    )
-    targets = np.asarray(given["targets"])
+    for i, (tokens, embed, vocab) in enumerate(CHECKED):
+        for head_axes in ("vocab embed", "embed vocab"):
+            for spread in (2.0, 60.0):
+                run.attempt(
+                    f"check {tokens}x{embed}x{vocab} [{head_axes}] spread {spread:.0f}",
+                    functools.partial(
+                        _checked, (tokens, embed, vocab), seed + i, head_axes, spread
+                    ),
+                )
+
+
+def _checked(sizes: tuple[int, int, int], seed: int, head_axes: str, spread: float) -> dict:
+    given = tune.inputs(*sizes, seed, spread)
+    tokens = sizes[0]
+    rng = np.random.default_rng(seed)
+    slope = jnp.asarray(rng.normal(size=tokens), jnp.float32)
+    valid = jnp.asarray(rng.random(tokens) < 0.8)
+    expected = _exact(given, np.asarray(valid), np.asarray(slope, np.float64))
+    turned = head_axes == "embed vocab"
+    options = {
+        "temperature": 1 / given["scale"],
+        "valid": valid,
+        "head_axes": head_axes,
+        "implementation": "gpu",
+        "chunk_tokens": 512,
+    }
+    hidden = jnp.where(valid[:, None], given["hidden"], jnp.nan)
+    head = jnp.array(given["head"].T) if turned else given["head"]
+
+    def one_pass(hidden, head):
+        return token_loss(_weighted, slope, hidden, head, given["targets"], **options)
+
+    def two_passes(hidden, head):
+        out = token_log_probs(hidden, head, given["targets"], **options)
+        return jnp.sum(slope * out.log_prob), out
+
+    told = {}
+    for name, function in {"one pass": one_pass, "two": two_passes}.items():
+        gradient = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
+        made, _ = compiled(gradient, hidden, head)
+        poison()
+        (_, out), (d_hidden, d_head) = made(hidden, head)
+        errors = [
+            float(np.abs(np.asarray(values, np.float64) - wanted).max())
+            for values, wanted in zip(out, expected[:3], strict=True)
+        ]
+        d_head = d_head.T if turned else d_head
+        norms = [
+            float(np.linalg.norm(np.asarray(g, np.float64) - w) / np.linalg.norm(w))
+            for g, w in zip((d_hidden, d_head), expected[3:], strict=True)
+        ]
+        good = max(errors) < 2e-5 * spread and max(norms) < 1e-2
+        told[name] = "PASS" if good else "FAIL"
+        told |= {f"{name} values": max(errors), f"{name} gradients": max(norms)}
+    return told | {"lowest": float(expected[0].min())}
+
+
+def _weighted(log_probs, weight):
+    return weight * log_probs
+
+
+def _exact(given: dict, valid: np.ndarray, slope: np.ndarray) -> tuple[np.ndarray, ...]:
+    """log_prob, log_normaliser, entropy, d_hidden and d_head in float64."""
+    hidden, head, scale = (np.asarray(given[n], np.float64) for n in ("hidden", "head", "scale"))
+    targets, rows = np.asarray(given["targets"]), np.arange(len(hidden))
     logits = hidden @ head.T * scale[:, None]
-    below = logits - logits.max(1, keepdims=True)
-    log_softmax = below - np.log(np.exp(below).sum(1, keepdims=True))
-    exact = log_softmax[np.arange(tokens), targets]
+    highest = logits.max(1)
+    log_total = np.log(np.exp(logits - highest[:, None]).sum(1))
+    log_softmax = logits - (highest + log_total)[:, None]
     softmax = np.exp(log_softmax)
-    entropy = -(softmax * log_softmax).sum(1)
     d_logits = -softmax * slope[:, None]
-    d_logits[np.arange(tokens), targets] += slope
-    d_logits *= scale[:, None]
-    expected = {"d_hidden": d_logits @ head, "d_head": d_logits.T @ hidden}
-
-    def values(name, function, *args):
-        def measure():
-            made, _ = compiled(function, *args)
-            poison()
-            found = [np.asarray(x, np.float64) for x in made(*args)]
-            worst = np.abs(found[0] - exact).max(), np.abs(found[1] - entropy).max()
-            good = worst[0] < 2e-5 and worst[1] < 4e-5
-            return {"": "PASS" if good else "FAIL", "log_prob": worst[0], "entropy": worst[1]}
-
-        run.attempt(name, measure)
-
-    def plain(hidden, head, targets, scale):
-        logits = jnp.einsum("TD,VD->TV", hidden, head, preferred_element_type=jnp.float32)
-        log_softmax = jax.nn.log_softmax(logits * scale[:, None])
-        picked = jnp.take_along_axis(log_softmax, targets[:, None], axis=1)[:, 0]
-        return picked, -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=1)
-
-    args = tuple(given[n] for n in ("hidden", "head", "targets", "scale"))
-    turned = (args[0], jnp.array(args[1].T), *args[2:])
-    values("check XLA float32 logits", plain, *args)
-    for name in list(FORWARD_TILES)[:4] + ["64x256 s4 c2", "128x192 s3 c2"]:
-        tiles = FORWARD_TILES[name]
-        values(f"check forward {name}", functools.partial(forward, tiles=tiles), *args)
-    values("check forward [embed, vocab]", functools.partial(forward, vocab_major=False), *turned)
-
-    even = {n: given[n][:1022] if n != "head" else given[n] for n in given}
-    exact_even = exact[:1022]
-
-    def gradients(name, tiles, vocab_major=True):
-        def measure():
-            full = {**even, "head": even["head"] if vocab_major else jnp.array(even["head"].T)}
-            order = ("hidden", "head", "targets", "scale", "slope")
-            run_it = functools.partial(fused, chunk=511, tiles=tiles, vocab_major=vocab_major)
-            made, _ = compiled(run_it, *(full[n] for n in order), options=CUBLAS)
-            poison()
-            got = [np.asarray(x, np.float64) for x in made(*(full[n] for n in order))]
-            d_head = got[3] if vocab_major else got[3].T
-            last = np.outer(d_logits[1022], hidden[1022])  # the token that `even` leaves out
-            wanted = expected["d_hidden"][:1022], expected["d_head"] - last
-            errors = [
-                np.linalg.norm(found - want) / np.linalg.norm(want)
-                for found, want in zip((got[2], d_head), wanted, strict=True)
-            ]
-            worst = np.abs(got[0] - exact_even).max()
-            good = worst < 2e-5 and max(errors) < 1e-2
-            return {
-                "": "PASS" if good else "FAIL",
-                "log_prob": worst,
-                "entropy": np.abs(got[1] - entropy[:1022]).max(),
-                "d_hidden": errors[0],
-                "d_head": errors[1],
-            }
-
-        run.attempt(name, measure)
-
-    for name in list(POWERS_TILES)[:3] + ["64x256 s4 c2 o32"]:
-        gradients(f"check fused {name}", POWERS_TILES[name])
-    gradients("check fused [embed, vocab]", Tiles(), vocab_major=False)
+    d_logits[rows, targets] += slope
+    d_logits *= (scale * valid)[:, None]
+    values = log_softmax[rows, targets], highest + log_total, -(softmax * log_softmax).sum(1)
+    return *(np.where(valid, x, 0) for x in values), d_logits @ head, d_logits.T @ hidden
 
 
 def time_forward(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
+    """Every tile in turns, beside a product without reductions, and the public function."""
     tokens, embed, vocab = sizes
-    given = inputs(tokens, embed, vocab, 1)
-    args = tuple(given[n] for n in ("hidden", "head", "targets", "scale"))
+    given = tune.inputs(*sizes, 1)
+    args = list(given.values())
     flops = 2 * tokens * embed * vocab
-    reference = jax.jit(
-        lambda h, w, t, s: chunked.token_log_probs(h, w, t, 1 / s, jnp.ones(t.shape, bool))
-    )(*args)
+    calls, reasons = tune.compiled(tune.FORWARD, tune.forward, args)
+    for label, reason in reasons.items():
+        print(f"{name} forward {label} FAIL {reason}", flush=True)
 
-    def measure(**kwargs):
-        made, workspace = compiled(functools.partial(forward, **kwargs), *args)
-        error = float(jnp.abs(made(*args)[0] - reference[0]).max())
-        ms = milliseconds(made, *args)
-        return {
-            "ms": ms,
-            "share": run.share(flops, ms),
-            "MiB": workspace,
-            "from chunked": error,
-            "": "PASS" if error < 2e-4 else "FAIL",
+    def public(hidden, head, targets, scale, **kwargs):
+        options = {"temperature": 1 / scale, "implementation": "gpu", **kwargs}
+        return token_log_probs(hidden, head, targets, **options)
+
+    workspaces = {}
+    for label, kwargs in {"public": {}, "public, no entropy": {"entropy": False}}.items():
+        made, workspaces[label] = compiled(functools.partial(public, **kwargs), *args)
+        calls[label] = functools.partial(made, *args)
+    slow = jax.jit(functools.partial(public, implementation="chunked"))(*args)
+    error = float(jnp.abs(calls["public"]().log_prob - slow.log_prob).max())
+    _report_turns(run, f"{name} forward", calls, flops, workspaces)
+    run.attempt(f"{name} forward against chunks", lambda: {"log_prob": error})
+
+
+def _report_turns(run: Run, name: str, calls: dict, flops: float, workspaces: dict) -> None:
+    def timed():
+        return {n: ms._asdict() for n, ms in tune.in_turns(calls, rounds=5).items()}
+
+    begun = time.perf_counter()
+    if begun - run.begun > run.budget_s:
+        print(f"{name} SKIPPED: {run.budget_s:.0f} s are over", flush=True)
+        return
+    for label, ms in timed().items():
+        got = {
+            "ms": ms["median"],
+            "lowest": ms["lowest"],
+            "highest": ms["highest"],
+            "share": run.share(flops, ms["median"]),
         }
-
-    best, best_ms = "", float("inf")
-    for label, tiles in FORWARD_TILES.items():
-        got = run.attempt(f"{name} forward {label}", lambda t=tiles: measure(tiles=t))
-        if got and got["ms"] < best_ms:
-            best, best_ms = label, got["ms"]
-    if best:
-        run.attempt(
-            f"{name} forward {best}, no entropy",
-            lambda: measure(tiles=FORWARD_TILES[best], entropy=False),
-        )
-        run.attempt(f"{name} forward {best}, again", lambda: measure(tiles=FORWARD_TILES[best]))
+        if label in workspaces:
+            got["MiB"] = workspaces[label]
+        run.attempt(f"{name} {label}", lambda got=got: got)
 
 
 def time_probe(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
     """What the reductions of a tile cost: the forward kernel with nearly none of them (its results are wrong)."""
-    tokens, embed, vocab = sizes
-    given = inputs(tokens, embed, vocab, 7)
-    args = tuple(given[n] for n in ("hidden", "head", "targets", "scale"))
-    flops = 2 * tokens * embed * vocab
+    args = list(tune.inputs(*sizes, 7).values())
     usual = hopper._reduce_tile
 
     def row_sums(acc, stats, given):
         del given
         return stats | {"total": stats["total"] + jnp.sum(acc, axis=1)}, acc
 
-    def measure(tiles):
-        hopper._reduce_tile = row_sums
-        try:
-            made, _ = compiled(functools.partial(forward, tiles=tiles), *args)
-        finally:
-            hopper._reduce_tile = usual
-        ms = milliseconds(made, *args)
-        return {"ms": ms, "share": run.share(flops, ms)}
-
-    for label in ("128x128 s4 c2", "128x128 s4 c1", "64x256 s4 c2", "128x192 s3 c2"):
-        tiles = FORWARD_TILES[label]
-        run.attempt(f"{name} row sums only {label}", lambda t=tiles: measure(t))
+    hopper._reduce_tile = row_sums
+    try:
+        calls, _ = tune.compiled(tune.FORWARD, tune.forward, args)
+    finally:
+        hopper._reduce_tile = usual
+    _report_turns(run, f"{name} row sums only", calls, 2 * np.prod(sizes, dtype=float), {})
 
 
 def time_powers(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
     _, embed, vocab = sizes
-    given = inputs(2048, embed, vocab, 2)
-    args = tuple(given[n] for n in ("hidden", "head", "scale", "slope"))
-    flops = 2 * 2048 * embed * vocab
-
-    def measure(tiles):
-        made, workspace = compiled(functools.partial(gpu.powers_of_chunk, tiles=tiles), *args)
-        ms = milliseconds(made, *args)
-        return {"ms": ms, "share": run.share(flops, ms), "MiB": workspace}
-
-    for label, tiles in POWERS_TILES.items():
-        run.attempt(f"{name} powers of 2048 tokens {label}", lambda t=tiles: measure(t))
+    args = list(tune.inputs(2048, embed, vocab, 2).values())
+    calls, reasons = tune.compiled(tune.POWERS, tune.powers, args)
+    for label, reason in reasons.items():
+        print(f"{name} powers {label} FAIL {reason}", flush=True)
+    _report_turns(run, f"{name} powers of 2048", calls, 2 * 2048 * embed * vocab, {})
 
 
 def time_products(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
     """XLA's two products of the gradient, for one chunk."""
     _, embed, vocab = sizes
-    given = inputs(2048, embed, vocab, 3)
+    given = tune.inputs(2048, embed, vocab, 3)
     powers = jax.random.uniform(jax.random.key(4), (2048, vocab), jnp.bfloat16)
     flops = 2 * 2048 * embed * vocab
 
     def d_hidden(powers, head):
-        return gpu.product("CV,VD->CD", powers, head)
+        return product("CV,VD->CD", powers, head)
 
     def d_head_chain(powers, hidden):
         def add(_, total):
-            return total + gpu.product("CV,CD->VD", powers, hidden)
+            return total + product("CV,CD->VD", powers, hidden)
 
         return jax.lax.fori_loop(0, 4, add, jnp.zeros((vocab, embed), jnp.float32))
 
@@ -402,49 +334,58 @@ def time_products(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
     run.attempt(f"{name} JAX's Mosaic product for d_hidden", mosaic)
 
 
-def xla_powers(hidden, head, scale, shift, *, vocab_major, entropy, tiles):
-    """powers_of_chunk without a kernel."""
-    del tiles
-    axes = "CD,VD->CV" if vocab_major else "CD,DV->CV"
-    below = gpu.product(axes, hidden, head) * scale[:, None] - shift[:, None]
-    powers = jnp.exp(below)
-    out = {"powers": powers.astype(hidden.dtype), "total": jnp.sum(powers, axis=1)}
-    return out | ({"weighted": jnp.sum(powers * below, axis=1)} if entropy else {})
-
-
-def time_fused(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
+def time_gradient(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
+    """Forward and backward: in one pass and in two, with chunks of several sizes, beside chunks in XLA."""
     tokens, embed, vocab = sizes
-    given = inputs(tokens, embed, vocab, 5)
-    args = tuple(given[n] for n in ("hidden", "head", "targets", "scale", "slope"))
+    given = tune.inputs(*sizes, 5)
+    weight = jax.random.normal(jax.random.key(6), (tokens,), jnp.float32) / tokens
+    args = (*given.values(), weight)
     flops = 6 * tokens * embed * vocab
 
-    def measure(options=None, **kwargs):
-        made, workspace = compiled(functools.partial(fused, **kwargs), *args, options=options)
-        ms = milliseconds(made, *args, repeats=5)
-        return {"ms": ms, "share": run.share(flops, ms), "MiB": workspace}
+    def direct(hidden, head, targets, scale, weight, **kwargs):
+        """With the head's gradient as it is summed, in float32."""
+        rows = {"hidden": hidden, "targets": targets, "scale": scale, "weight": weight}
+        return gpu.fused(Problem(**kwargs), rows, (head, None), lambda _, rows: rows["weight"])
 
-    default = POWERS_TILES["128x128 s4 c2 o32"]
-    wide = POWERS_TILES["128x128 s3 c2 o64"]
+    def loss_in_one(hidden, head, targets, scale, weight, **kwargs):
+        options = {"temperature": 1 / scale, "implementation": "gpu", **kwargs}
+
+        def loss(hidden, head):
+            return token_loss(_weighted, weight, hidden, head, targets, **options)
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, head)
+
+    def loss_in_two(hidden, head, targets, scale, weight):
+        options = {"temperature": 1 / scale, "implementation": "gpu"}
+
+        def loss(hidden, head):
+            return jnp.sum(weight * token_log_probs(hidden, head, targets, **options).log_prob)
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
+
     variants = {
-        "chunk 2048, no Triton": {"chunk": 2048, "tiles": default, "options": CUBLAS},
-        "chunk 2048": {"chunk": 2048, "tiles": default},
-        "chunk 2048, s3 o64, no Triton": {"chunk": 2048, "tiles": wide, "options": CUBLAS},
-        "chunk 1024, no Triton": {"chunk": 1024, "tiles": default, "options": CUBLAS},
-        "chunk 2048, XLA powers, no Triton": {
-            "chunk": 2048,
-            "tiles": default,
-            "options": CUBLAS,
-            "powers_of": xla_powers,
-        },
+        "one pass, d_head float32": direct,
+        "one pass, d_head float32, chunk 1024": functools.partial(direct, chunk_tokens=1024),
+        "one pass, d_head float32, chunk 3072": functools.partial(direct, chunk_tokens=3072),
+        "one pass, no entropy": functools.partial(direct, entropy=False),
+        "one pass, custom gradient": loss_in_one,
+        "two passes": loss_in_two,
+        "XLA chunks, one pass": functools.partial(loss_in_one, implementation="chunked"),
     }
-    for label, kwargs in variants.items():
-        run.attempt(f"{name} fused {label}", lambda k=kwargs: measure(**k))
+    calls, workspaces = {}, {}
+    for label, function in variants.items():
+
+        def prepare(label=label, function=function):
+            made, workspaces[label] = compiled(function, *args)
+            calls[label] = functools.partial(made, *args)
+
+        run.attempt(f"{name} gradient, compile {label}", prepare)
+    _report_turns(run, f"{name} gradient", calls, flops, workspaces)
 
 
 def time_peers(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
     tokens, embed, vocab = sizes
-    given = inputs(tokens, embed, vocab, 6)
-    args = tuple(given[n] for n in ("hidden", "head", "targets"))
+    args = list(tune.inputs(*sizes, 6).values())[:3]
     flops = 2 * tokens * embed * vocab
 
     def materialised(hidden, head, targets):
@@ -452,8 +393,7 @@ def time_peers(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
         return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
 
     def chunks(hidden, head, targets):
-        ones = jnp.ones(targets.shape)
-        return chunked.token_log_probs(hidden, head, targets, ones, ones > 0)[0]
+        return token_log_probs(hidden, head, targets, implementation="chunked").log_prob
 
     def measure(function, useful):
         made, workspace = compiled(function, *args)
@@ -535,12 +475,14 @@ def main() -> None:
         "probe": time_probe,
         "powers": time_powers,
         "products": time_products,
-        "fused": time_fused,
+        "gradient": time_gradient,
         "peers": time_peers,
     }
     for section, function in timed.items():
         for name, sizes in shapes.items() if section in sections else ():
             run.attempt(f"{name} {section}", lambda f=function, n=name, s=sizes: f(run, n, s))
+    if "ceiling" in sections:
+        run.attempt("ceiling again, after all that", lambda: ceiling(run, {}))
     print(f"{time.perf_counter() - run.begun:.0f} s in all")
     if args.json:
         Path(args.json).write_text(json.dumps(run.rows, indent=1, default=float))

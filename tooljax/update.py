@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.token_log_probs import token_log_probs
+from pallas_kernels.token_log_probs import token_log_probs, token_loss
 from tooljax.batch import TrainBatch
 from tooljax.grpo.aggregation import token_mean
 from tooljax.grpo.kl import k3
@@ -188,18 +188,21 @@ class Updater:
     ) -> tuple[Float[Array, ""], Means]:
         """Token mean of the clipped surrogate plus kl_coef times k3, and what is reported beside it."""
         decoder = nnx.merge(self._graphdef, params)
-        log_probs, entropy = sampled_log_probs(
-            decoder, batch, temperature=self._temperature, remat=self._remat
+        given = {"advantages": batch.advantages, "old": batch.old_log_probs}
+        given["ref"] = batch.ref_log_probs if self._kl_coef > 0 else None
+        loss, log_probs, entropy = sampled_loss(
+            decoder,
+            batch,
+            self._loss_of_token,
+            given,
+            denominator,
+            temperature=self._temperature,
+            remat=self._remat,
         )
-        # Before a batch's first update the two are equal: the ratio is 1, and only its gradient matters.
-        old = batch.old_log_probs
-        old = jax.lax.stop_gradient(log_probs) if old is None else old
+        old = log_probs if batch.old_log_probs is None else batch.old_log_probs
         mean = partial(token_mean, mask=batch.loss_mask, denominator=denominator)
-        surrogate, clipped = clipped_ratio_loss(
-            log_probs, old, batch.advantages, clip_low=self._clip_low, clip_high=self._clip_high
-        )
+        clipped = self._surrogate(log_probs, old, batch.advantages)[1]
         ratio = importance_ratio(log_probs, old)
-        loss = mean(surrogate)
         means = {
             "policy/clip_frac": mean(clipped.astype(jnp.float32)),
             "policy/entropy": mean(entropy),
@@ -208,16 +211,31 @@ class Updater:
         }
         if batch.ref_log_probs is not None:
             means["policy/kl_ref"] = mean(k3(log_probs, batch.ref_log_probs))
-            loss = loss + self._kl_coef * means["policy/kl_ref"]
         return loss, means | {"policy/loss": loss}
+
+    def _loss_of_token(self, log_probs: Array, given: dict[str, Array]) -> Array:
+        """The clipped surrogate plus kl_coef times k3, token by token."""
+        old = given["old"]
+        # Before a batch's first update the two are equal: the ratio is 1, and only its gradient matters.
+        old = jax.lax.stop_gradient(log_probs) if old is None else old
+        loss = self._surrogate(log_probs, old, given["advantages"])[0]
+        if given["ref"] is not None:
+            loss = loss + self._kl_coef * k3(log_probs, given["ref"])
+        return loss * given["share"]
+
+    def _surrogate(self, log_probs, old, advantages) -> tuple[Array, Array]:
+        return clipped_ratio_loss(
+            log_probs, old, advantages, clip_low=self._clip_low, clip_high=self._clip_high
+        )
 
     def _sft_loss(
         self, params: Params, batch: TrainBatch, denominator: Float[Array, ""]
     ) -> tuple[Float[Array, ""], Means]:
         """Mean negative log-likelihood of the loss tokens, under the untempered distribution."""
         decoder = nnx.merge(self._graphdef, params)
-        log_probs, entropy = sampled_log_probs(decoder, batch, temperature=1.0, remat=self._remat)
-        loss = token_mean(-log_probs, batch.loss_mask, denominator)
+        loss, _, entropy = sampled_loss(
+            decoder, batch, _negative, {}, denominator, temperature=1.0, remat=self._remat
+        )
         entropy = token_mean(entropy, batch.loss_mask, denominator)
         return loss, {"policy/loss": loss, "policy/entropy": entropy}
 
@@ -281,23 +299,60 @@ def sampled_log_probs(
 
     Both are 0 where loss_mask is False.
     """
+    hidden, targets, valid = _predictions(decoder, batch, remat=remat)
+    out = token_log_probs(
+        hidden, decoder.head_weight(), targets, valid=valid, temperature=temperature
+    )
+    return _at_targets(out.log_prob, batch), _at_targets(out.entropy, batch)
+
+
+def sampled_loss(
+    decoder: Decoder,
+    batch: TrainBatch,
+    loss_of: Callable[[Array, Any], Array],
+    given: dict[str, Array | None],
+    denominator: Float[Array, ""],
+    *,
+    temperature: float,
+    remat: bool = False,
+) -> tuple[Float[Array, ""], Float[Array, "rows time"], Float[Array, "rows time"]]:
+    """Sum of loss_of(log_probs, given) over loss tokens; log-probs and entropy as above, without gradients.
+
+    The head's gradient is made in the same pass, which is exact because each token's loss depends on its own log-prob
+    alone. `given` are values per token, to which "share" is added: 1 / denominator, for loss_of to multiply by.
+    """
+    hidden, targets, valid = _predictions(decoder, batch, remat=remat)
+    values = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1).reshape(-1), given)
+    values["share"] = jnp.broadcast_to(1.0 / jnp.maximum(denominator, 1.0), targets.shape)
+    loss, out = token_loss(
+        loss_of,
+        values,
+        hidden,
+        decoder.head_weight(),
+        targets,
+        valid=valid,
+        temperature=temperature,
+    )
+    return loss, _at_targets(out.log_prob, batch), _at_targets(out.entropy, batch)
+
+
+def _predictions(decoder: Decoder, batch: TrainBatch, *, remat: bool) -> tuple[Array, Array, Array]:
+    """Hidden states, the tokens they predict, and whether those are in the loss; rows and time as one axis."""
     tokens, mask = jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask)
     hidden = decoder.hidden(tokens, batch.positions, batch.segment_ids, remat=remat)
     rows, time, embed = hidden.shape
     # The hidden state at t - 1 predicts token t. Rolling keeps the static shape; what wraps around is masked, because
     # the first token of a row is never in the loss.
-    log_probs, entropy = token_log_probs(
-        hidden.reshape(rows * time, embed),
-        decoder.head_weight(),
-        jnp.roll(tokens, -1, axis=1).reshape(-1),
-        valid=jnp.roll(mask, -1, axis=1).reshape(-1),
-        temperature=temperature,
-    )
+    targets, valid = (jnp.roll(x, -1, axis=1).reshape(-1) for x in (tokens, mask))
+    return hidden.reshape(rows * time, embed), targets, valid
 
-    def back(values: Array) -> Array:
-        return jnp.roll(values.reshape(rows, time), 1, axis=1)
 
-    return back(log_probs), back(entropy)
+def _at_targets(values: Array, batch: TrainBatch) -> Float[Array, "rows time"]:
+    return jnp.roll(values.reshape(batch.tokens.shape), 1, axis=1)
+
+
+def _negative(log_probs: Array, given: dict[str, Array]) -> Array:
+    return -log_probs * given["share"]
 
 
 def _cast(params: Params, *, dtype: jnp.dtype) -> Params:

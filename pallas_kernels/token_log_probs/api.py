@@ -1,71 +1,177 @@
-"""token_log_probs and the choice of its implementation.
+"""token_log_probs, token_loss and the choice of their implementation.
 
 There is one chooser, this file, and two exceptions: an implementation raises NotImplementedError when it cannot serve
 this backend or these shapes (the next one is tried) and ValueError when the caller is wrong (nothing else is tried).
 """
 
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.token_log_probs import chunked, reference
+from pallas_kernels.token_log_probs import chunked, gpu, op, reference
+from pallas_kernels.token_log_probs.problem import WHOLE, Head, Problem, Rows, Shards
 
-_IMPLEMENTATIONS: dict[str, Callable] = {
-    "chunked": chunked.token_log_probs,
-    "reference": reference.token_log_probs,
+_IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "gpu": gpu,
+    "chunked": chunked,
+    "reference": reference,
 }
 """In the order in which they are tried."""
 
 
+class TokenLogProbs(NamedTuple):
+    """Of each token, in float32 and nats; 0 where not valid."""
+
+    log_prob: Float[Array, " tokens"]
+    """Of the target. Never above 0."""
+    log_normaliser: Float[Array, " tokens"]
+    """log sum exp of the tempered logits."""
+    entropy: Float[Array, " tokens"]
+    """NaN if not asked for."""
+
+
 def token_log_probs(
     hidden: Float[Array, "tokens embed"],
-    head: Float[Array, "vocab embed"],
+    head: Float[Array, "..."],
     targets: Int[Array, " tokens"],
     *,
+    bias: Float[Array, " vocab"] | None = None,
     temperature: float | Float[Array, ""] | Float[Array, " tokens"] = 1.0,
+    soft_cap: float | None = None,
     valid: Bool[Array, " tokens"] | None = None,
+    head_axes: str = "vocab embed",
+    entropy: bool = True,
+    shards: Shards = WHOLE,
     implementation: str | None = None,
-) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-    """log softmax(hidden @ head.T / temperature)[targets] of each token, in float32, and the softmax's entropy in nats.
+    chunk_tokens: int | None = None,
+) -> TokenLogProbs:
+    """log softmax(logits)[target] of each token, the logarithm of the softmax's denominator, and its entropy.
 
-    Both have gradients for hidden and head (reverse mode), none for temperature.
-    Tokens that are not valid give exactly 0 and no gradient, whatever else they hold. A log-prob is never above 0.
-    The target of a valid token must be in [0, vocab): others give NaN.
+        logits = cap(hidden @ head.T + bias) / temperature,    cap(z) = soft_cap tanh(z / soft_cap) if given
 
-    `implementation` names one of "chunked", "reference"; None takes the first that can serve.
+    All three have gradients for hidden, head and bias (reverse mode), none for temperature. The head's is summed in
+    float32. Tokens that are not valid give exactly 0 and no gradient, whatever else they hold. The target of a valid
+    token must be in [0, vocab): others give a log-prob of NaN.
+
+    `head_axes` is "vocab embed" (a tied embedding) or "embed vocab". With `entropy=False` it is not computed.
+    `shards` says how tokens and vocabulary are spread over devices: see Shards. Targets count from the first shard.
+    `implementation` names one of "gpu", "chunked", "reference"; None takes the first that can serve.
+    `chunk_tokens` overrides the number of tokens whose logits, or their gradients, are in memory at a time.
+
+    ValueError: arguments that do not fit. NotImplementedError: the implementation asked for cannot serve them.
     """
+    rows = _rows(hidden, head, targets, bias, temperature, soft_cap, valid, head_axes)
+    problem = Problem(head_axes == "vocab embed", soft_cap, entropy, shards, chunk_tokens)
+    module = _chosen(implementation, problem, hidden, head, bias)
+    out = _per_token(module, problem, hidden, (head, bias), rows)
+    return _named(out)
+
+
+def token_loss(
+    loss_of: Callable[[Array, Any], Array],
+    given: Any,
+    hidden: Float[Array, "tokens embed"],
+    head: Float[Array, "..."],
+    targets: Int[Array, " tokens"],
+    *,
+    bias: Float[Array, " vocab"] | None = None,
+    temperature: float | Float[Array, ""] | Float[Array, " tokens"] = 1.0,
+    soft_cap: float | None = None,
+    valid: Bool[Array, " tokens"] | None = None,
+    head_axes: str = "vocab embed",
+    entropy: bool = True,
+    shards: Shards = WHOLE,
+    implementation: str | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Float[Array, ""], TokenLogProbs]:
+    """The sum over valid tokens of loss_of(log_probs, given), with its gradient made in the same pass.
+
+    `loss_of` takes log-probs [n] and the same n tokens of `given`, a pytree of arrays [tokens], and returns losses [n].
+    Each may depend on its own token only; what depends on several, such as a ratio per sequence, needs token_log_probs.
+    Only hidden, head and bias get gradients, and only through the sum: the values per token are for metrics. The
+    gradient is computed for a cotangent of 1 and multiplied by the real one: put weights and denominators in `given`.
+
+    6 tokens x embed x vocab operations in all, where value and gradient of token_log_probs take 8. Keeps the head's
+    gradient in float32 until the backward pass. `loss_of` must be the same function, or an equal one, for JAX not to
+    compile anew. The other arguments are those of token_log_probs; inside a shard_map the loss is summed over tokens'
+    shards, and a gradient is to be taken there too.
+    """
+    rows = _rows(hidden, head, targets, bias, temperature, soft_cap, valid, head_axes)
+    problem = Problem(head_axes == "vocab embed", soft_cap, entropy, shards, chunk_tokens)
+    module = _chosen(implementation, problem, hidden, head, bias)
+    given = jax.lax.stop_gradient(given)
+    if module is reference or hidden.shape[0] == 0:
+        out = _per_token(module, problem, hidden, (head, bias), rows)
+        losses = loss_of(out["log_prob"], given)
+        loss = jnp.sum(losses if valid is None else jnp.where(valid, losses, 0.0))
+    else:
+        call = op.Call(module, problem)
+        both: Any = op.loss_sum(call, loss_of, hidden, (head, bias), rows, given)
+        loss, out = both
+    out = jax.lax.stop_gradient(out)
+    return loss, _named(out)
+
+
+def _named(out: Rows) -> TokenLogProbs:
+    missing = jnp.full_like(out["log_prob"], jnp.nan)
+    return TokenLogProbs(out["log_prob"], out["log_normaliser"], out.get("entropy", missing))
+
+
+def _per_token(module, problem: Problem, hidden: Array, head: Head, rows: Rows) -> Rows:
+    if module is reference or hidden.shape[0] == 0:
+        return reference.per_token(problem, hidden, head, rows)
+    return op.per_token(op.Call(module, problem), hidden, head, rows)
+
+
+def _rows(hidden, head, targets, bias, temperature, soft_cap, valid, head_axes) -> Rows:
+    """Checks the arguments; targets, scale and valid."""
     tokens = hidden.shape[0]
-    if hidden.shape[1] != head.shape[1] or targets.shape != (tokens,):
+    if head_axes not in ("vocab embed", "embed vocab"):
+        raise ValueError(f"head_axes={head_axes!r} must be 'vocab embed' or 'embed vocab'")
+    if head.ndim != 2 or targets.shape != (tokens,) or _embed(head, head_axes) != hidden.shape[1]:
         raise ValueError(
             f"hidden {hidden.shape}, head {head.shape} and targets {targets.shape} do not fit; "
-            "they are [tokens embed], [vocab embed] and [tokens]"
+            f"they are [tokens embed], [{head_axes}] and [tokens]"
         )
+    if bias is not None and bias.shape != (head.size // hidden.shape[1],):
+        raise ValueError(f"bias {bias.shape} does not fit head {head.shape}; it is [vocab]")
     if hidden.dtype != head.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype} but head is {head.dtype}; cast one to the other's dtype"
         )
     if isinstance(temperature, int | float | np.number) and not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0; use 1.0 for greedy sampling")
-    rows = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
-    rows = jnp.broadcast_to(rows, (tokens,))
-    mask = jnp.ones((tokens,), bool) if valid is None else valid
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap} must be above 0; use None for no cap")
+    scale = 1.0 / jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    scale = jnp.broadcast_to(scale, (tokens,))
+    if valid is None:
+        return {"targets": targets, "scale": scale}
+    # A padding row's temperature may be 0.
+    return {"targets": targets, "scale": jnp.where(valid, scale, 1.0), "valid": valid}
+
+
+def _embed(head: Array, head_axes: str) -> int:
+    return head.shape[1 if head_axes == "vocab embed" else 0]
+
+
+def _chosen(
+    implementation: str | None, problem: Problem, hidden: Array, head: Array, bias: Array | None
+) -> ModuleType:
+    names = list(_IMPLEMENTATIONS)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"implementation={implementation!r} is unknown; choose one of {names}")
     reasons = []
-    for name in _candidates(implementation):
+    for name in names if implementation is None else [implementation]:
         try:
-            return _IMPLEMENTATIONS[name](hidden, head, targets, rows, mask)
+            _IMPLEMENTATIONS[name].check(problem, hidden, head, bias)
         except NotImplementedError as error:
             reasons.append(f"{name}: {error}")
+        else:
+            return _IMPLEMENTATIONS[name]
     raise NotImplementedError(f"no implementation of token_log_probs can serve: {reasons}")
-
-
-def _candidates(implementation: str | None) -> list[str]:
-    if implementation is None:
-        return list(_IMPLEMENTATIONS)
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r} is unknown; choose one of {list(_IMPLEMENTATIONS)}"
-        )
-    return [implementation]

@@ -7,217 +7,272 @@ bounded, so [tokens, vocab] never exists.
 D embed, V vocab, T tokens, C tokens of a chunk.
 """
 
+import contextlib
 import functools
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array
 
-from pallas_kernels.token_log_probs import hopper
+from pallas_kernels.token_log_probs import chunks, hopper, op, tuned
+from pallas_kernels.token_log_probs.chunks import Gradients, SlopeOf
+from pallas_kernels.token_log_probs.problem import (
+    Head,
+    Problem,
+    Rows,
+    clean,
+    product,
+    target_logits,
+)
 
 LOG2_E = math.log2(math.e)
 _STATISTICS_BYTES = 2**25
 """Of partial statistics that leave the kernel, before they are merged."""
+_FORWARD_CHUNK = 4096
+"""Tokens that are skipped together if none is valid."""
+_CHUNK_ELEMENTS = 5 * 2**26
+"""Of a chunk's logit gradients: 640 MiB."""
 
 
-def statistics(
-    hidden: Float[Array, "tokens embed"],
-    head: Array,
-    targets: Int[Array, " tokens"],
-    scale: Float[Array, " tokens"],
-    *,
-    vocab_major: bool = True,
-    entropy: bool = True,
-    tiles: hopper.Tiles = hopper.DEFAULT_TILES,
-    multiprocessors: int = 132,
-    interpret: Any = None,
-) -> dict[str, Array]:
-    """highest, total, weighted and picked (the target's scaled logit, minus highest), each [tokens], in base e."""
-    tokens = hidden.shape[0]
-    padded, scales = padded_rows(hidden, scale, tiles.rows)
-    max_runs = max(_STATISTICS_BYTES // (12 * padded.shape[0]), 8)
-    parts = hopper.softmax_statistics(
-        padded,
-        head,
-        scales,
-        vocab_major=vocab_major,
-        entropy=entropy,
-        tiles=tiles,
-        max_runs=max_runs,
-        multiprocessors=multiprocessors,
-        interpret=interpret,
+class Device(NamedTuple):
+    """Where the kernel runs."""
+
+    multiprocessors: int
+    interpret: Any = None
+
+
+_interpreted: Device | None = None
+
+
+@contextlib.contextmanager
+def interpreted(multiprocessors: int = 4) -> Iterator[None]:
+    """Within it, kernels are traced for JAX's GPU interpreter, which needs no GPU. For tests: it is slow."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    global _interpreted
+    params: Any = plgpu
+    before, _interpreted = _interpreted, Device(multiprocessors, params.InterpretGPUParams())
+    try:
+        yield
+    finally:
+        _interpreted = before
+
+
+def check(problem: Problem, hidden: Array, head: Array, bias: Array | None) -> None:
+    """NotImplementedError without a Hopper GPU, and for what its kernel does not do."""
+    if _interpreted is None:
+        if jax.default_backend() != "gpu":
+            raise NotImplementedError(f"needs a GPU, and JAX runs on {jax.default_backend()}")
+        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+        if capability != "9.0":
+            raise NotImplementedError(f"needs compute capability 9.0 (Hopper), not {capability}")
+    if hidden.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"multiplies bfloat16 only, not {hidden.dtype}")
+    if bias is not None or problem.soft_cap is not None:
+        raise NotImplementedError("has neither bias nor soft-cap")
+    tiles = forward_tiles(problem, hidden, head)
+    if hidden.shape[1] % tiles.tile_k:
+        raise NotImplementedError(
+            f"embed={hidden.shape[1]} must be a multiple of {tiles.tile_k} for it"
+        )
+    if problem.vocab(head) < tiles.tile_n:
+        raise NotImplementedError(f"vocab={problem.vocab(head)} is below its tile {tiles.tile_n}")
+
+
+def forward_tiles(problem: Problem, hidden: Array, head: Array) -> hopper.Tiles:
+    """The tiles of statistics."""
+    return tuned.tiles("gpu forward", hidden.shape[1], problem.vocab(head), hopper.Tiles())
+
+
+def powers_tiles(problem: Problem, hidden: Array, head: Array) -> hopper.Tiles:
+    """The tiles of the passes that write a chunk."""
+    return tuned.tiles("gpu powers", hidden.shape[1], problem.vocab(head), hopper.Tiles())
+
+
+def default_chunk_tokens(vocab: int, tiles: hopper.Tiles) -> int:
+    """Tokens of a chunk: whole row blocks, as many as the memory allowed holds."""
+    return max(_CHUNK_ELEMENTS // vocab // tiles.rows, 1) * tiles.rows
+
+
+def statistics(problem: Problem, rows: Rows, head: Head) -> Rows:
+    """See op."""
+    run = functools.partial(kernel_statistics, problem, head=head)
+    tokens = rows["targets"].shape[0]
+    if "valid" not in rows and not problem.chunk_tokens:
+        return run(rows)
+    return chunks.forward(rows, min(problem.chunk_tokens or _FORWARD_CHUNK, tokens), run)
+
+
+def gradients(problem: Problem, rows: Rows, head: Head) -> Gradients:
+    """See op."""
+    return chunks.backward(problem, rows, head, _chunk(problem, rows, head), _d_logits)
+
+
+def fused(problem: Problem, rows: Rows, head: Head, slope_of: SlopeOf) -> tuple[Gradients, Rows]:
+    """See chunks.fused."""
+    return chunks.fused(problem, rows, head, _chunk(problem, rows, head), _powers, slope_of)
+
+
+def _chunk(problem: Problem, rows: Rows, head: Head) -> int:
+    tiles = powers_tiles(problem, rows["hidden"], head[0])
+    wanted = problem.chunk_tokens or default_chunk_tokens(problem.vocab(head[0]), tiles)
+    return min(wanted, rows["targets"].shape[0])
+
+
+def _powers(problem: Problem, rows: Rows, head: Head, again: Array) -> Rows:
+    """Relative to the target's logit, which costs no maximum; relative to the maximum when asked again."""
+
+    def highest(rows: Rows) -> Array:
+        got = kernel_statistics(problem, rows, head=head)["highest"]
+        axis = problem.shards.vocab
+        return got if axis is None else lax.pmax(got, axis)
+
+    shift = lax.cond(again, highest, lambda rows: rows["picked"], rows)
+    return kernel_powers(problem, rows | {"shift": shift}, head) | {"shift": shift}
+
+
+def _d_logits(problem: Problem, rows: Rows, head: Head) -> Array:
+    normaliser = rows["highest"] + rows["log_total"]
+    slope = rows.get("slope", jnp.zeros_like(normaliser))
+    log_prob = target_logits(problem, rows, head)[0] - normaliser
+    at_target = jnp.exp(log_prob) * (rows["level"] + slope * log_prob) + rows["pick"]
+    scale = rows["scale"]
+    if "valid" in rows:
+        # Their level, slope and pick are 0, but highest and log_total may hold anything.
+        normaliser = jnp.where(rows["valid"], normaliser, 0.0)
+        at_target = jnp.where(rows["valid"], at_target, 0.0)
+        scale = jnp.where(rows["valid"], scale, 0.0)
+    given = {"shift": normaliser, "level": rows["level"] * scale, "slope": slope * scale}
+    powers = kernel_powers(problem, rows | given, head)["powers"]
+    columns = jnp.where(rows["targets"] >= 0, rows["targets"], powers.shape[1])
+    return powers.at[jnp.arange(powers.shape[0]), columns].set(
+        (at_target * scale).astype(powers.dtype),
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode="drop",
+    )
+
+
+# --- the kernel, for any number of rows and columns -----------------------------------------------------------------
+
+
+def kernel_statistics(
+    problem: Problem, rows: Rows, *, head: Head, tiles: hopper.Tiles | None = None
+) -> Rows:
+    """The statistics of op, from one pass of the kernel."""
+    weights = head[0]
+    tiles = tiles or forward_tiles(problem, rows["hidden"], weights)
+    x, tokens = clean(rows), rows["targets"].shape[0]
+    padding = -tokens % tiles.rows
+    max_runs = max(_STATISTICS_BYTES // (12 * (tokens + padding)), 8)
+    parts = _kernel(problem, tiles, max_runs)(
+        _padded(x, padding), weights, {"scale": _padded(rows["scale"], padding)}
     )
     parts = {name: values[:, :tokens] for name, values in parts.items()}
-    rest = rest_logits(hidden, head, scale, vocab_major, tiles.tile_n)
+    for name in ("highest", "weighted"):
+        if name in parts:
+            parts[name] = parts[name] / LOG2_E
+    rest = rest_logits(problem, x, weights, rows["scale"], tiles)
     if rest is not None:
         parts = _with_rest(parts, rest)
-    highest = jnp.max(parts["highest"], axis=0)
-    change = parts["highest"] - highest[None]
-    fade = jnp.exp2(change)
-    out = {"highest": highest / LOG2_E, "total": jnp.sum(parts["total"] * fade, axis=0)}
-    if entropy:
-        weighted = jnp.sum(fade * (parts["weighted"] + change * parts["total"]), axis=0)
-        out["weighted"] = weighted / LOG2_E
-    picked = target_logits(hidden, head, targets, vocab_major) * scale
-    return out | {"picked": jnp.minimum(picked - out["highest"], 0.0)}
+    return op.merged(parts) | {"picked": target_logits(problem, rows, head)[0]}
 
 
-def powers_of_chunk(
-    hidden: Float[Array, "chunk embed"],
-    head: Array,
-    scale: Float[Array, " chunk"],
-    shift: Float[Array, " chunk"],
-    level: Float[Array, " chunk"] | None = None,
-    slope: Float[Array, " chunk"] | None = None,
-    *,
-    vocab_major: bool = True,
-    entropy: bool = True,
-    tiles: hopper.Tiles = hopper.DEFAULT_TILES,
-    multiprocessors: int = 132,
-    interpret: Any = None,
-) -> dict[str, Array]:
-    """exp(logits * scale - shift) [chunk, vocab], and its sums total and weighted; or its product with level + slope *
-    (logits * scale - shift)."""
-    chunk = hidden.shape[0]
-    rows = {"scale": scale, "shift": shift, "level": level, "slope": slope}
-    rows = {name: values for name, values in rows.items() if values is not None}
-    padding = -chunk % tiles.rows
-    padded: dict[str, Any] = {name: jnp.pad(values, (0, padding)) for name, values in rows.items()}
-    padded["shift"] = padded["shift"] * LOG2_E
-    if "slope" in padded:
-        padded["slope"] = padded["slope"] / LOG2_E
-    parts = hopper.softmax_statistics(
-        jnp.pad(hidden, ((0, padding), (0, 0))),
-        head,
-        **padded,
-        vocab_major=vocab_major,
-        entropy=entropy,
-        tiles=tiles,
-        multiprocessors=multiprocessors,
-        interpret=interpret,
-    )
-    powers = parts.pop("powers")[:chunk]
-    out = {name: jnp.sum(values, axis=0)[:chunk] for name, values in parts.items()}
+def kernel_powers(
+    problem: Problem, rows: Rows, head: Head, *, tiles: hopper.Tiles | None = None
+) -> Rows:
+    """exp(logits - shift) [rows, vocab] and its sums total and weighted; with level and slope in rows, its product with
+    level + slope * (logits - shift), and no sums."""
+    weights = head[0]
+    tiles = tiles or powers_tiles(problem, rows["hidden"], weights)
+    x, tokens, vocab = clean(rows), rows["targets"].shape[0], problem.vocab(weights)
+    padding = -tokens % tiles.rows
+    units = {"scale": 1.0, "shift": LOG2_E, "level": 1.0, "slope": 1 / LOG2_E}
+    values = {name: _padded(rows[name] * f, padding) for name, f in units.items() if name in rows}
+    parts = _kernel(problem, tiles, 128)(_padded(x, padding), weights, values)
+    powers = parts.pop("powers")[:tokens]
+    out = {name: jnp.sum(values, axis=0)[:tokens] for name, values in parts.items()}
     if "weighted" in out:
         out["weighted"] = out["weighted"] / LOG2_E
-    rest = rest_logits(hidden, head, scale, vocab_major, tiles.tile_n)
-    if rest is not None:
-        below = rest - shift[:, None]
-        raised = jnp.exp(below)
-        if level is not None and slope is not None:
-            raised = raised * (level[:, None] + slope[:, None] * below)
-        else:
-            out["total"] = out["total"] + jnp.sum(raised, axis=1)
-            if entropy:
-                out["weighted"] = out["weighted"] + jnp.sum(raised * below, axis=1)
-        start = powers.shape[1] - rest.shape[1]
-        powers = lax.dynamic_update_slice_in_dim(powers, raised.astype(powers.dtype), start, 1)
-    return out | {"powers": powers}
+    rest = rest_logits(problem, x, weights, rows["scale"], tiles)
+    if rest is None:
+        return out | {"powers": powers}
+    below = rest - rows["shift"][:, None]
+    raised = jnp.exp(jnp.minimum(below, hopper.MAX_POWER / LOG2_E))
+    if "level" in rows:
+        raised = raised * (rows["level"][:, None] + rows["slope"][:, None] * below)
+    else:
+        out["total"] = out["total"] + jnp.sum(raised, axis=1)
+        if problem.entropy:
+            out["weighted"] = out["weighted"] + jnp.sum(raised * below, axis=1)
+    raised = raised.astype(powers.dtype)
+    if powers.shape[1] < vocab:
+        return out | {"powers": jnp.concatenate([powers, raised], axis=1)}
+    start = vocab - raised.shape[1]
+    return out | {"powers": lax.dynamic_update_slice_in_dim(powers, raised, start, 1)}
 
 
-def padded_rows(hidden: Array, scale: Array, multiple: int) -> tuple[Array, Array]:
-    """Both with rows of zeros up to a multiple."""
-    padding = -hidden.shape[0] % multiple
-    if not padding:
-        return hidden, scale
-    return jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(scale, (0, padding))
+def _kernel(problem: Problem, tiles: hopper.Tiles, max_runs: int):
+    """hopper.softmax_statistics on this device; under vmap, one member after the other."""
+    device = _interpreted or Device(getattr(jax.devices()[0], "core_count", 132))
+
+    @sequential_vmap
+    def run(x: Array, weights: Array, values: Rows) -> Rows:
+        vocab = problem.vocab(weights)
+        whole = vocab // tiles.tile_n * tiles.tile_n
+        # Copies a head with an odd vocabulary: the copy unit takes whole tiles of 8 rows, or of 64 columns.
+        if problem.vocab_major and vocab % hopper.ALIGN_ROWS:
+            weights = weights[:whole]
+        elif not problem.vocab_major and vocab % hopper.ALIGN:
+            weights = weights[:, :whole]
+        return hopper.softmax_statistics(
+            x,
+            weights,
+            **values,
+            vocab_major=problem.vocab_major,
+            entropy=problem.entropy,
+            tiles=tiles,
+            max_runs=max_runs,
+            multiprocessors=device.multiprocessors,
+            interpret=device.interpret,
+        )
+
+    return run
 
 
-def rest_logits(hidden, head, scale, vocab_major: bool, tile_n: int) -> Array | None:
+def rest_logits(problem: Problem, x: Array, head: Array, scale: Array, tiles) -> Array | None:
     """Scaled logits of the columns after the last whole tile."""
-    vocab = head.shape[0] if vocab_major else head.shape[1]
-    rest = vocab % tile_n
+    vocab = problem.vocab(head)
+    rest = vocab % tiles.tile_n
     if not rest:
         return None
-    if vocab_major:
-        logits = product("TD,VD->TV", hidden, head[vocab - rest :])
+    if problem.vocab_major:
+        logits = product("TD,VD->TV", x, head[vocab - rest :])
     else:
-        logits = product("TD,DV->TV", hidden, head[:, vocab - rest :])
+        logits = product("TD,DV->TV", x, head[:, vocab - rest :])
     return logits * scale[:, None]
 
 
-def target_logits(hidden, head, targets, vocab_major: bool) -> Float[Array, " tokens"]:
-    """Each token's logit of its target; that of some other entry where the target is outside."""
-    vocab = head.shape[0] if vocab_major else head.shape[1]
-    inside = jnp.clip(targets, 0, vocab - 1)
-    rows = head[inside] if vocab_major else head[:, inside].T
-    return jnp.sum(hidden.astype(jnp.float32) * rows.astype(jnp.float32), axis=1)
+def _padded(values: Array, padding: int) -> Array:
+    """With rows of zeros at the end."""
+    if not padding:
+        return values
+    return jnp.pad(values, [(0, padding)] + [(0, 0)] * (values.ndim - 1))
 
 
-def product(axes: str, a: Array, b: Array) -> Array:
-    """Accumulated in float32."""
-    return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
-
-
-def _with_rest(parts: dict[str, Array], logits: Array) -> dict[str, Array]:
+def _with_rest(parts: Rows, logits: Array) -> Rows:
     """One more run: the columns that no tile covers."""
-    u = logits * LOG2_E
-    highest = jnp.max(u, axis=1)
-    below = u - highest[:, None]
-    powers = jnp.exp2(below)
+    highest = jnp.max(logits, axis=1)
+    below = logits - highest[:, None]
+    powers = jnp.exp(below)
     more = {
         "highest": highest,
         "total": jnp.sum(powers, axis=1),
         "weighted": jnp.sum(powers * below, axis=1),
     }
     return {name: jnp.concatenate([parts[name], more[name][None]]) for name in parts}
-
-
-def fused_chunks(
-    hidden: Float[Array, "tokens embed"],
-    head: Array,
-    targets: Int[Array, " tokens"],
-    scale: Float[Array, " tokens"],
-    slope_of_loss,
-    *,
-    chunk: int,
-    vocab_major: bool = True,
-    entropy: bool = True,
-    tiles: hopper.Tiles = hopper.DEFAULT_TILES,
-    powers_of=powers_of_chunk,
-) -> tuple[Array, Array, Array, Array]:
-    """log_probs, entropy, d_hidden and d_head (float32) of sum(loss of each token), all in one pass.
-
-    slope_of_loss(log_probs, first row) gives d loss / d log_prob of a chunk's tokens.
-    """
-    tokens = hidden.shape[0]
-    if tokens % chunk:
-        raise NotImplementedError(f"{tokens} tokens are not a multiple of {chunk}")
-
-    def step(i, carry):
-        log_probs, entropies, d_hidden, d_head = carry
-        cut = functools.partial(lax.dynamic_slice_in_dim, start_index=i * chunk, slice_size=chunk)
-        x, target, factor = cut(hidden), cut(targets), cut(scale)
-        picked = target_logits(x, head, target, vocab_major) * factor
-        got = powers_of(
-            x, head, factor, picked, vocab_major=vocab_major, entropy=entropy, tiles=tiles
-        )
-        total, powers = got["total"], got["powers"]
-        log_prob = -jnp.log(total)
-        slope = slope_of_loss(log_prob, i * chunk)
-        # d loss / d logit = slope * scale * ([is target] - power / total) = weight * (power - total * [is target])
-        weight = -slope * factor / total
-        powers = powers.at[jnp.arange(chunk), target].set(
-            (1.0 - total).astype(powers.dtype), indices_are_sorted=True, unique_indices=True
-        )
-        if vocab_major:
-            dx = product("CV,VD->CD", powers, head)
-        else:
-            dx = product("CV,DV->CD", powers, head)
-        weighted_x = (x.astype(jnp.float32) * weight[:, None]).astype(x.dtype)
-        dw = product("CV,CD->VD" if vocab_major else "CV,CD->DV", powers, weighted_x)
-        paste = functools.partial(lax.dynamic_update_slice_in_dim, start_index=i * chunk, axis=0)
-        if entropy:
-            entropies = paste(entropies, jnp.log(total) - got["weighted"] / total)
-        return (
-            paste(log_probs, log_prob),
-            entropies,
-            paste(d_hidden, (dx * weight[:, None]).astype(x.dtype)),
-            d_head + dw,
-        )
-
-    zeros = jnp.zeros((tokens,), jnp.float32)
-    start = (zeros, zeros, jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
-    return lax.fori_loop(0, tokens // chunk, step, start)

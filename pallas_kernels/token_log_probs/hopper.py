@@ -35,6 +35,15 @@ from jaxtyping import Array, Float
 MASK = -1e30
 """Lower than any logit, and finite: (-inf) - (-inf) would be NaN."""
 
+MAX_POWER = 80.0
+"""Powers relative to a given shift stop at 2**80, so that sums and products of them stay finite."""
+
+ALIGN = 64
+"""What the columns of a [embed, vocab] head or of powers must be a multiple of, for the copy unit."""
+
+ALIGN_ROWS = 8
+"""What the rows of a [vocab, embed] head must be a multiple of."""
+
 _SMEM_BYTES = 227 * 1024
 _WARPGROUPS = 2
 """Those that compute."""
@@ -98,6 +107,8 @@ def softmax_statistics(
     """`highest` (without shift), `total` and (with entropy) `weighted`, all [runs, tokens]; with shift also `powers`.
 
     `head` is [vocab, embed], or [embed, vocab] if not vocab_major. `scale` multiplies the logits, in base e.
+    powers has the columns of the vocabulary if they are a multiple of ALIGN, else those of its whole tiles; what is
+    beyond the whole tiles is not written.
     `level` and `slope` go together.
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -119,7 +130,8 @@ def softmax_statistics(
         stats = []
     out = {name: jax.ShapeDtypeStruct((runs, tokens), jnp.float32) for name in stats}
     if shift is not None:
-        out["powers"] = jax.ShapeDtypeStruct((tokens, vocab), hidden.dtype)
+        columns = vocab_tiles * tiles.tile_n if vocab % ALIGN else vocab
+        out["powers"] = jax.ShapeDtypeStruct((tokens, columns), hidden.dtype)
     plan = _Plan(tiles, row_blocks, vocab_tiles, per_run, runs, steps, vocab_major, tuple(stats))
     rows = {"scale": scale * math.log2(math.e), "shift": shift, "level": level, "slope": slope}
     rows = {name: values for name, values in rows.items() if values is not None}
@@ -298,7 +310,7 @@ def _reduce_tile(acc, stats, given):
     """The statistics with one more tile of logits, and the powers of that tile."""
     u = acc * _across(given["scale"], acc)
     if "shift" in given:
-        below = u - _across(given["shift"], u)
+        below = jnp.minimum(u - _across(given["shift"], u), MAX_POWER)
     else:
         highest = jnp.maximum(stats["highest"], jnp.max(u, axis=1))
         stats = _recentred(stats, highest)

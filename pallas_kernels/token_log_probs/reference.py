@@ -2,23 +2,37 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
+
+from pallas_kernels.token_log_probs.problem import Head, Problem, Rows, clean, tempered
 
 
-def token_log_probs(
-    hidden: Float[Array, "tokens embed"],
-    head: Float[Array, "vocab embed"],
-    targets: Int[Array, " tokens"],
-    temperature: Float[Array, " tokens"],
-    valid: Bool[Array, " tokens"],
-) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-    """See api.token_log_probs."""
-    hidden = jnp.where(valid[:, None], hidden, jnp.zeros((), hidden.dtype)).astype(jnp.float32)
+def check(problem: Problem, hidden: Array, head: Array, bias: Array | None) -> None:
+    """NotImplementedError for shards of the vocabulary, or a mesh."""
+    del hidden, head, bias
+    if problem.shards.vocab is not None or problem.shards.mesh is not None:
+        raise NotImplementedError("the reference knows one device only")
+
+
+def per_token(problem: Problem, hidden: Array, head: Head, rows: Rows) -> Rows:
+    """log_prob, log_normaliser and entropy; JAX differentiates it."""
+    weights, bias = head
+    weights = weights if problem.vocab_major else weights.T
     highest = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("TD,VD->TV", hidden, head.astype(jnp.float32), precision=highest)
-    log_softmax = jax.nn.log_softmax(logits / jax.lax.stop_gradient(temperature)[:, None], axis=-1)
+    x = clean(rows | {"hidden": hidden}).astype(jnp.float32)
+    logits = jnp.einsum("TD,VD->TV", x, weights.astype(jnp.float32), precision=highest)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)[None]
+    logits, _ = tempered(problem, logits, rows["scale"])
+    log_softmax = jax.nn.log_softmax(logits, axis=-1)
     # Negative indices would count from the end: beyond it, they give NaN like all others outside.
-    index = jnp.where(targets < 0, head.shape[0], targets)[:, None]
-    picked = jnp.take_along_axis(log_softmax, index, axis=1, mode="fill")[:, 0]
-    entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
-    return jnp.where(valid, picked, 0.0), jnp.where(valid, entropy, 0.0)
+    index = jnp.where(rows["targets"] < 0, weights.shape[0], rows["targets"])[:, None]
+    out = {
+        "log_prob": jnp.take_along_axis(log_softmax, index, axis=1, mode="fill")[:, 0],
+        "log_normaliser": jax.nn.logsumexp(logits, axis=-1),
+    }
+    if problem.entropy:
+        out["entropy"] = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
+    if "valid" not in rows:
+        return out
+    return {name: jnp.where(rows["valid"], values, 0.0) for name, values in out.items()}

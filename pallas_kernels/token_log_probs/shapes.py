@@ -29,3 +29,12 @@ SMALL_SHAPES = {
     "ragged_bfloat16": Shape(203, 64, 1187, "bfloat16"),
 }
 """What a CPU can check: ragged in every axis, and with one token."""
+
+HOPPER_SHAPES = {
+    "aligned": Shape(1024, 256, 4096, "bfloat16"),
+    "rest_of_64_columns": Shape(1023, 128, 1216, "bfloat16"),
+    "rest_of_8_columns": Shape(511, 192, 5000, "bfloat16"),
+    "odd_vocab": Shape(203, 64, 1187, "bfloat16"),
+    "one_token": Shape(1, 64, 131, "bfloat16"),
+}
+"""What the kernel for Hopper takes different paths for."""
