@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from rollout_sidecar.engines import sglang_memory
 from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, WeightTensor
 from rollout_sidecar.engines.hf_tensors import check_tensors, read_model_config, tensor_shapes
+from rollout_sidecar.engines.sglang_metrics import metrics_text
 from rollout_sidecar.engines.sglang_process import SglangProcesses, end_this_process
 from rollout_sidecar.engines.sglang_sampling import Part, joined, read_output, request_arguments
 from rollout_sidecar.engines.sglang_setup import (
@@ -30,7 +31,6 @@ from rollout_sidecar.engines.sglang_setup import (
     all_answers,
     check_version,
     engine_arguments,
-    metrics_text,
     require_success,
     sglang_module,
 )

@@ -42,6 +42,8 @@ def request_arguments(
         "top_k": sampling.top_k or -1,
         "max_new_tokens": request.max_tokens - len(sampled),
         "stop_token_ids": sorted(request.stop_ids),
+        # SGLang stops at the model's own end of sequence too, which the sidecar's stop ids always hold.
+        "ignore_eos": not request.stop_ids,
         "no_stop_trim": True,
         "skip_special_tokens": False,
     }

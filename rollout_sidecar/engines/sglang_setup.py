@@ -100,14 +100,6 @@ def make_engine(arguments: dict[str, Any]) -> Any:
     return sglang.Engine(**{key: value for key, value in arguments.items() if key in known})
 
 
-def metrics_text() -> str:
-    """What all SGLang processes of this one count, as Prometheus text (version 0.0.4). They write it to files."""
-    client = importlib.import_module("prometheus_client")
-    registry = client.CollectorRegistry()
-    importlib.import_module("prometheus_client.multiprocess").MultiProcessCollector(registry)
-    return client.generate_latest(registry).decode()
-
-
 async def all_answers(answers: AsyncIterator[T]) -> list[T]:
     """Everything that SGLang sends for one request."""
     return [answer async for answer in answers]
