@@ -69,7 +69,8 @@ class Engine(Protocol):
     max_model_tokens: int
     vocab_size: int
     swap_s: Mapping[str, float]
-    """Seconds of the last load_weights by stage: stage, pause (generation stood still), probe; {} before the first."""
+    """Seconds of the last load_weights: stage, pause (generation stood still), probe, and parts of the pause, whose
+    names begin with it. {} before the first."""
 
     @property
     def fault(self) -> str:

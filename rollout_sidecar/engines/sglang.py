@@ -243,10 +243,12 @@ class SglangEngine:
         self._open.clear()
         try:
             await self._empty()
+            emptied = time.monotonic()
             self.fault = f"the swap to version {policy_version} failed half way; push again"
             async with self._weight_update():
                 for bucket in buckets:
                     await self._hand_over(bucket)
+            loaded = time.monotonic()
             await self._forget_prefixes()
             self.policy_version = policy_version
             self.fault = ""
@@ -255,8 +257,14 @@ class SglangEngine:
             self._open.set()
         # Beside what goes on: the weights are finite numbers, and the log-prob of every token is looked at anyway.
         await self._probe()
-        probe = time.monotonic() - resumed
-        self.swap_s = {"stage": staged - begun, "pause": resumed - staged, "probe": probe}
+        self.swap_s = {
+            "stage": staged - begun,
+            "pause": resumed - staged,
+            "pause_empty": emptied - staged,
+            "pause_load": loaded - emptied,
+            "pause_flush": resumed - loaded,
+            "probe": time.monotonic() - resumed,
+        }
 
     async def altered_tensors(self, tensors: Mapping[str, WeightTensor]) -> list[str] | None:
         """Compares hashes; None with more than one GPU, or where SGLang keeps weights in a form of its own."""
