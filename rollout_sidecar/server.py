@@ -255,10 +255,10 @@ async def _stream(
     response = web.StreamResponse()
     response.content_type = MSGPACK if binary else JSON_LINES
     response.headers[INSTANCE_HEADER] = request.app[SIDECAR].instance
-    await response.prepare(request)
     alive_s = request.app[SIDECAR].options.alive_s
     reader = Reader(stream, index)
     try:
+        await response.prepare(request)
         while not reader.done:
             for frame in await reader.read(alive_s) or [b""]:
                 await response.write(_framed(frame, binary))

@@ -1,6 +1,7 @@
 """Sidecars that can be killed and started again, and policies that only the seed decides, for the fleet's tests."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -131,14 +132,18 @@ class Replica:
         runner, self._runner = self._runner, None
         if runner is None:
             return
+        loop = asyncio.get_running_loop()
         for site in list(runner.sites):
-            site._server.close()  # type: ignore[attr-defined]
-        for connection in list(runner.server.connections):  # type: ignore[union-attr]
-            if connection.transport is not None:
-                connection.transport.abort()
+            # Not Server.close yet: asyncio would leak what was accepted and is no transport yet.
+            for listening in site._server._sockets:  # type: ignore[attr-defined]
+                loop.remove_reader(listening)
+                listening.shutdown(socket.SHUT_RDWR)
+        _cut(runner)
         asyncio.ensure_future(self._bury(runner, self.sidecar))
 
     async def _bury(self, runner: web.AppRunner, sidecar: Sidecar) -> None:
+        await asyncio.sleep(0.02)  # for those
+        _cut(runner)
         await runner.cleanup()
         await sidecar.stop()
 
@@ -159,6 +164,12 @@ class Replica:
     def do(self, call: Coroutine[Any, Any, T]) -> T:
         """Runs something on the sidecar's loop."""
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(30)
+
+
+def _cut(runner: web.AppRunner) -> None:
+    for connection in list(runner.server.connections):  # type: ignore[union-attr]
+        if connection.transport is not None:
+            connection.transport.abort()
 
 
 @contextmanager
