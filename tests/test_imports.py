@@ -53,7 +53,7 @@ RULES = [  # the first whose prefix fits
     Rule("tooljax", SHARED | {"tooljax", "pallas_kernels"}, TRAINER),
     Rule("rollout_sidecar.protocol", frozenset({"rollout_sidecar.protocol"}), WIRE),
     Rule("rollout_sidecar.client", SHARED | {"rollout_sidecar.weight_client"}, WIRE),
-    Rule("rollout_sidecar.weight_client", SHARED, WIRE),
+    Rule("rollout_sidecar.weight_client", SHARED | {"rollout_sidecar.weight_manifest"}, WIRE),
     Rule("rollout_sidecar.connection", SHARED, WIRE),
     Rule(
         "rollout_sidecar.engines.jax", frozenset({"rollout_sidecar", "tooljax"}), SIDECAR | ARRAYS

@@ -68,9 +68,12 @@ class Engine(Protocol):
     policy_version: int
     max_model_tokens: int
     vocab_size: int
-    swap_s: Mapping[str, float]
-    """Seconds of the last load_weights: stage, pause (generation stood still), probe, and parts of the pause, whose
-    names begin with it. {} before the first."""
+
+    @property
+    def swap_s(self) -> Mapping[str, float]:
+        """Seconds of the last load_weights: stage, pause (generation stood still), probe, and parts of the pause, whose
+        names begin with it. {} before the first."""
+        ...
 
     @property
     def fault(self) -> str:

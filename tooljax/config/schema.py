@@ -120,8 +120,8 @@ class SidecarConfig:
     token_file: str = ""
     """File that holds the bearer token of the sidecars. Empty: no token."""
     ca_file: str = ""
-    """PEM file of certificates that those of https sidecars may be signed by, beside what this machine trusts; their own
-    where they signed themselves. Empty: what this machine trusts."""
+    """PEM file of certificates that those of https sidecars may be signed by, beside what this machine trusts; their
+    own where they signed themselves. Empty: what this machine trusts."""
     tool_config: tuple[str, ...] = ()
     """verl tool_config YAML files of the local sidecar, or Python files of @function_tool functions. Empty: none."""
     tool_format: str = "auto"
