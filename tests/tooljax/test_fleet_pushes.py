@@ -146,3 +146,20 @@ def test_without_a_push_a_restarted_sidecar_must_serve_what_it_did(tokenizer, ve
             else:  # it serves what it was loaded with, as before
                 ((trajectory,),) = roll(sidecars, make_tasks(1), samples=1)
                 assert trajectory.status == "completed"
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("in_flight", ["continue", "finish"])
+def test_what_becomes_of_trajectories_under_way_is_told_with_every_push(tokenizer, in_flight, mode):
+    with replicas(tokenizer, ["#### 1"], count=1) as served:
+        begin, seen = served[0].sidecar.weights.begin, []
+
+        def noted(version, manifest):
+            seen.append((version, manifest.in_flight))
+            return begin(version, manifest)
+
+        served[0].sidecar.weights.begin = noted  # type: ignore[method-assign]
+        with connect(served, in_flight=in_flight) as sidecars:
+            push(sidecars, 0, mode)
+            push(sidecars, 1, mode)
+    assert seen == [(1, in_flight), (2, in_flight)]

@@ -61,7 +61,6 @@ class Fleet:
         self._push_timeout_s = timeout_s
         self._timeout_s = timeout_s
         self._down_timeout_s = down_timeout_s
-        self._hopeless_since: float | None = None
 
     async def open(self) -> list[Info]:
         """What every sidecar says. All must answer: SidecarError names the one that does not; ValueError names two URLs
@@ -126,11 +125,9 @@ class Fleet:
     def check_hope(self) -> None:
         """SidecarError once no replica could be used for too long."""
         if self.live:
-            self._hopeless_since = None
             return
-        now = time.monotonic()
-        self._hopeless_since = self._hopeless_since or now
-        if now - self._hopeless_since >= self._down_timeout_s:
+        since = max(replica.lost_at for replica in self.replicas)
+        if time.monotonic() - since >= self._down_timeout_s:
             raise SidecarError(
                 f"no sidecar could be used for {self._down_timeout_s:g} s (sidecar.down_timeout_s):"
                 f" {self._reasons()}",
@@ -199,6 +196,7 @@ class Fleet:
         try:
             info = await replica.within(HEALTH_TIMEOUT_S, replica.client.info(retries=0))
             replica.check_same(info)
+            await replica.abort_leftovers()
             if self.version is not None and not self._serves(info):
                 await self._catch_up(replica)
             elif self.version is None and not replica.serves_as_before(info):
@@ -207,7 +205,6 @@ class Fleet:
                 )
             if why := await replica.look(self.version):
                 return why
-            await replica.abort_leftovers()
         except SidecarError as error:
             return error
         replica.accept(info)
@@ -280,13 +277,11 @@ class Fleet:
         """What `send` gives; None if the replica is left out, and the error if it refuses what it got."""
         was_live = replica.live
         try:
-            if not was_live:
-                await (
-                    replica.client.resume_engine()
-                )  # it may have been lost while its memory was released
+            await replica.abort_leftovers()  # else a push that lets them finish would wait for them
+            if not was_live:  # it may have been lost while its memory was released
+                await self._in_push_time(replica, replica.client.resume_engine())
             resent = await self._in_push_time(replica, send(replica.client))
             info = await replica.within(HEALTH_TIMEOUT_S, replica.client.info())
-            await replica.abort_leftovers()
         except SidecarError as error:
             if was_live and error.status and error.status < 500:
                 return error
@@ -301,7 +296,7 @@ class Fleet:
         if self._sender is None:
             return
         log.warning("%s gets the weights of version %s again", replica.url, self.version)
-        await replica.client.resume_engine()
+        await self._in_push_time(replica, replica.client.resume_engine())
         await self._in_push_time(replica, self._sender.catch_up(replica.client))
 
     async def _in_push_time(self, replica: Replica, push: Awaitable[Answer]) -> Answer:

@@ -35,6 +35,8 @@ class Replica:
         """Work may be given to it."""
         self.why = ""
         """Why not."""
+        self.lost_at = 0.0
+        """When it was left out, on the clock of time.monotonic."""
         self.outstanding = 0
         """Trajectories that it was asked for and has not sent."""
         self.leftovers: set[str] = set()
@@ -82,7 +84,7 @@ class Replica:
         """Leaves it out; what it was asked for is cancelled, except by the one who calls this. It is looked at soon."""
         if not self.live:
             return
-        self.live, self.why = False, str(why)
+        self.live, self.why, self.lost_at = False, str(why), time.monotonic()
         self._failures += 1
         log.warning("left out: %s", self.why)
         for task in self._pieces - {asyncio.current_task()}:
