@@ -22,7 +22,7 @@ from sidecar_cases import (
     serving,
 )
 from test_client import collect
-from test_resume import Asking
+from test_resume_trajectory import Asking
 
 from rollout_sidecar.client import SidecarClient
 from rollout_sidecar.engines.jax import JaxEngine
