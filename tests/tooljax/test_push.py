@@ -1,6 +1,7 @@
 """Weights travel from JAX arrays to the engines of real sidecars, and every failure is told."""
 
 import asyncio
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from rollout_sidecar.client import SidecarClient, SidecarError
 from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.model import hf
 from tooljax.model.decoder import Decoder, DecoderConfig
+from tooljax.weights.payload import AHEAD
 from tooljax.weights.push import PushError, WeightSender
 
 
@@ -138,3 +140,100 @@ async def test_a_cancelled_push_ends_at_once(sidecars, monkeypatch):
 async def test_integers_are_no_weights():
     with pytest.raises(ValueError, match="w is int32; weights are pushed as float32, bfloat16"):
         await push([], [("w", jnp.ones(4, jnp.int32))])
+
+
+# --- sent while it comes to the host ------------------------------------------------------------------------------
+
+
+class Slow:
+    """Tensors of which all but the first wait until somebody lets them go."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.go_on = threading.Event()
+
+    def __iter__(self):
+        for number, item in enumerate(self.tensors):
+            # As many are asked for ahead as are on their way to the host at once.
+            if number > AHEAD + 1:
+                assert self.go_on.wait(30)
+            yield item
+
+
+def many(value, count=AHEAD + 4):
+    return [(f"w{i}", jnp.full((100,), value + i, jnp.float32)) for i in range(count)]
+
+
+async def test_a_push_in_full_mode_is_sent_before_the_last_tensor_is_there(sidecars, monkeypatch):
+    engines, clients = sidecars
+    sender = WeightSender(clients[:1], mode="full", part_bytes=400)
+    await sender.push(many(0.0), version=1, timeout_s=30.0)
+    sent = asyncio.Event()
+    call = clients[0]._call
+
+    async def noticed(method, path, **kwargs):
+        answer = await call(method, path, **kwargs)
+        if method == "PUT":
+            sent.set()
+        return answer
+
+    monkeypatch.setattr(clients[0], "_call", noticed)
+    slow = Slow(many(5.0))
+    pushing = asyncio.create_task(sender.push(slow, version=2, timeout_s=30.0))
+    await sent.wait()  # part 0, while most of the tensors have not been made
+    assert not slow.go_on.is_set()
+    slow.go_on.set()
+    report = await pushing
+    assert engines[0].weights == {name: np.asarray(x).tobytes() for name, x in many(5.0)}
+    again = await push(clients[1:], many(5.0), version=2)
+    assert report.content_hash == again.content_hash
+
+
+@pytest.mark.parametrize(
+    "others", [many(1.0)[:-1], [*many(1.0), ("more", jnp.ones(3))], [("x", many(1.0)[0][1])]]
+)
+async def test_other_tensors_than_before_are_refused_and_then_start_over(sidecars, others):
+    engines, clients = sidecars
+    sender = WeightSender(clients, mode="full", part_bytes=400)
+    await sender.push(many(0.0), version=1, timeout_s=30.0)
+    with pytest.raises(ValueError, match="the tensors differ from those of the push before"):
+        await sender.push(iter(others), version=2, timeout_s=30.0)
+    assert [engine.policy_version for engine in engines] == [1, 1]
+    await sender.push(iter(others), version=2, timeout_s=30.0)
+    assert set(engines[1].weights) == {name for name, _ in others}
+
+
+async def test_a_byte_flipped_in_a_full_push_is_sent_again(sidecars, monkeypatch):
+    engines, clients = sidecars
+    call = clients[0]._call
+    flipped = []
+
+    async def flip(method, path, *, data=b"", **kwargs):
+        if method == "PUT" and not flipped:
+            flipped.append(path)
+            data = bytes([data[0] ^ 1]) + data[1:]
+        return await call(method, path, data=data, **kwargs)
+
+    monkeypatch.setattr(clients[0], "_call", flip)
+    report = await push(clients[:1], many(3.0))
+    assert flipped
+    assert report.full_resends == 0  # no delta was meant for it
+    assert engines[0].weights == {name: np.asarray(x).tobytes() for name, x in many(3.0)}
+
+
+async def test_weights_that_are_no_numbers_are_refused_with_the_reason(sidecars):
+    engines, clients = sidecars
+    await push(clients, many(0.0))
+    with pytest.raises(PushError, match="w1 holds inf or NaN; look at the last update's loss"):
+        await push(clients, [many(1.0)[0], ("w1", jnp.full((100,), jnp.nan))], version=2)
+    assert [engine.policy_version for engine in engines] == [1, 1]
+
+
+async def test_large_parts_stream(sidecars):
+    """Larger than what is written to a socket at once, and refused or sent again as others are."""
+    engines, clients = sidecars
+    tensors = [(f"w{i}", jnp.full((700_000,), float(i))) for i in range(3)]
+    await push(clients, tensors, part_bytes=5_000_000)
+    assert engines[0].weights == {name: np.asarray(x).tobytes() for name, x in tensors}
+    with pytest.raises(PushError, match="version 1 is not newer than 1"):
+        await push(clients, [("w0", jnp.ones((700_000,)))], part_bytes=5_000_000)
