@@ -107,12 +107,13 @@ class SglangProcesses:
                 loop.call_soon_threadsafe(lambda: None if made.done() else call(value))
 
         try:
-            sglang_module("")  # takes longest before there are processes
-            if self._closed:
-                return
-            sglang_metrics.forget_names()
-            with self.log.kept():
-                engine = make_engine(arguments)
+            with _event_loop_policy_kept():
+                sglang_module("srt.managers.tokenizer_manager")  # takes longest
+                if self._closed:
+                    return
+                sglang_metrics.forget_names()
+                with self.log.kept():
+                    engine = make_engine(arguments)
         except Exception as error:
             tell(made.set_exception, error)
         else:
@@ -183,6 +184,17 @@ def _one_has_failed(signum=None, frame=None) -> None:
     # A process may ask before it ends. While another engine starts it is rather that one's, and its start raises.
     for each in fallen or ([] if _starting else _started):
         each.tell_failure()
+
+
+@contextmanager
+def _event_loop_policy_kept() -> Iterator[None]:
+    """SGLang makes uvloop's the default as it is imported; then asyncio's own loop, which runs already, can start no
+    subprocess, and tools do (Python 3.11 to 3.13)."""
+    policy = asyncio.get_event_loop_policy()
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
 
 
 class _Signals:

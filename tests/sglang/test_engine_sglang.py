@@ -83,6 +83,11 @@ async def test_log_probs_are_those_of_the_weights(served):
         assert_log_probs(result, model, temperature=temperature or 1.0)
 
 
+async def test_tools_can_start_processes_beside_it(served):
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "pass")
+    assert await process.wait() == 0
+
+
 async def test_log_probs_of_a_cut_distribution_are_renormalised(served):
     engine, model = served
     for top_k, top_p in ((3, 1.0), (20, 0.6)):
