@@ -8,6 +8,7 @@ otherwise.
 A run in float32 agrees to rounding, one in bfloat16 to a few per cent of a token's probability.
 """
 
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from tooljax.mismatch_causes import Probes, hashes, weights_sentence
 from tooljax.policy import Policy
 from tooljax.rollouts import Sidecars
 from tooljax.update import Metrics, TrainState, Updater
+
+log = logging.getLogger("tooljax")
 
 MAX_MEAN_KL = {"float32": 1e-5, "bfloat16": 5e-3}
 """Nats a token, where gate.max_mean_kl is 0; see there."""
@@ -101,6 +104,9 @@ class LogProbGate:
         if not self.due(step):
             return Verdict({})
         measured = self.compare(sidecars, state, step)
+        if not measured:
+            log.warning("log-prob gate: no look, its %d prompts are too long", len(self._tasks))
+            return Verdict({})
         worst = max(measured, key=lambda one: one.mismatch.mean_kl)
         metrics = worst.mismatch.metrics("gate")
         problem = ""
@@ -113,8 +119,12 @@ class LogProbGate:
         return Verdict(metrics, problem)
 
     def compare(self, sidecars: Sidecars, state: TrainState, step: int) -> list[Compared]:
-        """Samples from every sidecar, which must serve the weights after `step` steps, and scores what came."""
-        return [self._measure(url, probes, state) for url, probes in self._sample(sidecars, step)]
+        """Samples from every sidecar, which must serve the weights after `step` steps, and scores what came.
+
+        Nothing of a sidecar that rejected every prompt as too long: that is the data's fault.
+        """
+        sampled = self._sample(sidecars, step)
+        return [self._measure(url, probes, state) for url, probes in sampled if _has_tokens(probes)]
 
     def probes(self, state: TrainState, batch: TrainBatch) -> Probes:
         """Sampled tokens, to be scored in other ways than the trainer does."""
@@ -240,12 +250,18 @@ class LogProbGate:
         )
 
 
+def _has_tokens(probes: Sequence[Trajectory]) -> bool:
+    """Whether the policy sampled anything."""
+    return any(any(stream.loss_mask) for probe in probes for stream in probe.streams)
+
+
 def _check_probes(url: str, probes: Sequence[Trajectory], version: int) -> None:
     """SidecarError unless tokens were sampled, and all of them by this version."""
     failed = next((probe for probe in probes if probe.status == "engine_error"), None)
     if failed is not None:
         raise SidecarError(f"log-prob gate: {url}: {failed.error}", kind="engine_error")
-    if not any(any(stream.loss_mask) for probe in probes for stream in probe.streams):
+    rejected = probes and all(probe.status == "prompt_too_long" for probe in probes)
+    if not _has_tokens(probes) and not rejected:
         first = f"{probes[0].status}: {probes[0].error}" if probes else "nothing came back"
         raise SidecarError(
             f"log-prob gate: {url} sampled no token of {len(probes)} tasks; the first ended as {first}. Mend that, or "

@@ -281,8 +281,8 @@ def probe(status: Status = "completed", sampled=True, version=3, error="") -> Tr
     [
         ([probe(), probe("engine_error", error="it burns")], "gate: http://a: it burns"),
         (
-            [probe("prompt_too_long", sampled=False, error="90 tokens")],
-            "no token of 1 tasks; the first ended as prompt_too_long: 90 tokens.*every_pushes = 0",
+            [probe("aborted", sampled=False, error="somebody asked")],
+            "no token of 1 tasks; the first ended as aborted: somebody asked.*every_pushes = 0",
         ),
         ([], "sampled no token of 0 tasks; the first ended as nothing came back"),
         ([probe(version=2)], "with version 2 of the weights although version 3 was pushed"),
@@ -291,6 +291,18 @@ def probe(status: Status = "completed", sampled=True, version=3, error="") -> Tr
 def test_probes_that_say_nothing(probes, message):
     with pytest.raises(SidecarError, match=message):
         _check_probes("http://a", probes, 3)
+
+
+def test_prompts_that_are_too_long_stop_no_run(folder, sidecars, caplog):
+    """They are rejected and counted, here as in training."""
+    _check_probes("http://a", [probe("prompt_too_long", sampled=False)], 3)
+    config = make_config(folder)
+    short = replace(config.limits, max_prompt_tokens=1)
+    trainer = Trainer.of(replace(config, limits=short))
+    trainer.push(sidecars)
+    verdict = trainer.gate.look(sidecars, trainer.state, 0)
+    assert (verdict.metrics, verdict.problem) == ({}, "")
+    assert "no look, its" in caplog.text
 
 
 def test_a_look_is_not_interrupted(folder, sidecars):
