@@ -47,6 +47,13 @@ def _problems(config: Config) -> Iterator[Problem]:
             f"evaluate.every_steps={config.evaluate.every_steps} but data.eval names no file; "
             "set data.eval, or evaluate.every_steps = 0",
         )
+    low, high = config.guard.min_entropy, config.guard.max_entropy
+    if high and low >= high:
+        yield (
+            ("guard.min_entropy", "guard.max_entropy"),
+            f"guard.min_entropy={low:g} is not below guard.max_entropy={high:g}, so every step is an alarm; "
+            "raise the second, or set it to 0 for no limit",
+        )
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
