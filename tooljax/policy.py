@@ -11,6 +11,7 @@ from flax import nnx
 from tooljax.config import Config
 from tooljax.model import hf
 from tooljax.model.decoder import DecoderConfig
+from tooljax.objective import make_objective
 from tooljax.optimizer import make_optimizer
 from tooljax.update import Params, TrainState, Updater
 
@@ -63,9 +64,7 @@ def make_updater(
         optimizer,
         dtype=config.model.dtype,
         temperature=config.sampling.temperature,
-        clip_low=config.grpo.clip_low,
-        clip_high=config.grpo.clip_high,
-        kl_coef=config.grpo.kl_coef,
+        objective=make_objective(config.grpo),
         rows_per_microbatch=config.batch.rows_per_microbatch,
         remat=config.model.remat,
     )

@@ -11,7 +11,7 @@ from tooljax.batch import pack
 from tooljax.grpo.aggregation import token_mean
 from tooljax.grpo.kl import k3
 from tooljax.grpo.policy_losses import clipped_ratio_loss
-from tooljax.update import sampled_log_probs
+from tooljax.sampled import sampled_log_probs
 
 # Of the norm of each weight's gradient. bfloat16 rounds twice on the way here and twice there: measured 6e-3.
 LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}

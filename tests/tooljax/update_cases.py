@@ -11,6 +11,7 @@ from flax import nnx
 
 from tooljax.batch import PackItem
 from tooljax.model.decoder import Decoder, DecoderConfig
+from tooljax.objective import GrpoObjective
 from tooljax.optimizer import make_optimizer
 from tooljax.update import TrainState, Updater
 
@@ -38,7 +39,7 @@ def model(dtype: str = "float32") -> tuple[nnx.GraphDef, nnx.State]:
 
 
 @cache
-def new_updater(*, learning_rate: float = 0.01, **changes) -> Updater:
+def new_updater(*, learning_rate: float = 0.01, kl_coef: float = 0.0, **changes) -> Updater:
     """One updater for each setting: tests share what it compiles."""
     optimizer = make_optimizer(
         learning_rate=learning_rate,
@@ -54,9 +55,7 @@ def new_updater(*, learning_rate: float = 0.01, **changes) -> Updater:
     settings = {
         "dtype": "float32",
         "temperature": 1.0,
-        "clip_low": 0.2,
-        "clip_high": 0.3,
-        "kl_coef": 0.0,
+        "objective": GrpoObjective(clip_low=0.2, clip_high=0.3, kl_coef=kl_coef),
         "rows_per_microbatch": 1,
         "remat": False,
     } | changes

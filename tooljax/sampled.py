@@ -1,0 +1,79 @@
+"""What a decoder says of the sampled tokens of a batch: log-probs, entropies, and sums of losses.
+
+Logits are never materialised (pallas_kernels.token_log_probs). Everything is laid out as the batch is, and is 0 where
+loss_mask is False.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.token_log_probs import token_log_probs, token_loss
+from tooljax.batch import TrainBatch
+from tooljax.model.decoder import Decoder
+
+
+def sampled_log_probs(
+    decoder: Decoder,
+    batch: TrainBatch,
+    *,
+    temperature: float,
+    remat: bool = False,
+) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
+    """Log-prob of each loss token given the earlier tokens of its segment, and the entropy of what it was drawn from.
+
+    Both are 0 where loss_mask is False.
+    """
+    hidden, targets, valid = _predictions(decoder, batch, remat=remat)
+    out = token_log_probs(
+        hidden, decoder.head_weight(), targets, valid=valid, temperature=temperature
+    )
+    return _at_targets(out.log_prob, batch), _at_targets(out.entropy, batch)
+
+
+def sampled_loss(
+    decoder: Decoder,
+    batch: TrainBatch,
+    loss_of: Callable[[Array, Any], Array],
+    given: dict[str, Array | None],
+    denominator: Float[Array, ""],
+    *,
+    temperature: float,
+    remat: bool = False,
+) -> tuple[Float[Array, ""], Float[Array, "rows time"], Float[Array, "rows time"]]:
+    """Sum of loss_of(log_probs, given) over loss tokens; log-probs and entropy as above, without gradients.
+
+    The head's gradient is made in the same pass, which is exact because each token's loss depends on its own log-prob
+    alone. `given` are values per token, to which "share" is added: 1 / denominator, for loss_of to multiply by.
+    """
+    hidden, targets, valid = _predictions(decoder, batch, remat=remat)
+    values = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1).reshape(-1), given)
+    values["share"] = jnp.broadcast_to(1.0 / jnp.maximum(denominator, 1.0), targets.shape)
+    loss, out = token_loss(
+        loss_of,
+        values,
+        hidden,
+        decoder.head_weight(),
+        targets,
+        valid=valid,
+        temperature=temperature,
+    )
+    return loss, _at_targets(out.log_prob, batch), _at_targets(out.entropy, batch)
+
+
+def _predictions(decoder: Decoder, batch: TrainBatch, *, remat: bool) -> tuple[Array, Array, Array]:
+    """Hidden states, the tokens they predict, and whether those are in the loss; rows and time as one axis."""
+    tokens, mask = jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask)
+    hidden = decoder.hidden(tokens, batch.positions, batch.segment_ids, remat=remat)
+    rows, time, embed = hidden.shape
+    # The hidden state at t - 1 predicts token t. Rolling keeps the static shape; what wraps around is masked, because
+    # the first token of a row is never in the loss.
+    targets, valid = (jnp.roll(x, -1, axis=1).reshape(-1) for x in (tokens, mask))
+    return hidden.reshape(rows * time, embed), targets, valid
+
+
+def _at_targets(values: Array, batch: TrainBatch) -> Float[Array, "rows time"]:
+    return jnp.roll(values.reshape(batch.tokens.shape), 1, axis=1)
