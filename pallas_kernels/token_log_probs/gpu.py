@@ -137,17 +137,22 @@ def _powers(problem: Problem, rows: Rows, head: Head, again: Array) -> Rows:
 
 
 def _d_logits(problem: Problem, rows: Rows, head: Head) -> Array:
-    normaliser = rows["highest"] + rows["log_total"]
-    slope = rows.get("slope", jnp.zeros_like(normaliser))
-    log_prob = target_logits(problem, rows, head)[0] - normaliser
+    highest, log_total, scale = (rows[name] for name in ("highest", "log_total", "scale"))
+    slope = rows.get("slope", jnp.zeros_like(scale))
+    log_prob = target_logits(problem, rows, head)[0] - highest - log_total
     at_target = jnp.exp(log_prob) * (rows["level"] + slope * log_prob) + rows["pick"]
-    scale = rows["scale"]
     if "valid" in rows:
         # Their level, slope and pick are 0, but highest and log_total may hold anything.
-        normaliser = jnp.where(rows["valid"], normaliser, 0.0)
-        at_target = jnp.where(rows["valid"], at_target, 0.0)
-        scale = jnp.where(rows["valid"], scale, 0.0)
-    given = {"shift": normaliser, "level": rows["level"] * scale, "slope": slope * scale}
+        highest, log_total, at_target = (
+            jnp.where(rows["valid"], values, 0.0) for values in (highest, log_total, at_target)
+        )
+    # The kernel's powers are relative to the maximum. What makes a softmax of them is one factor per row.
+    factor = jnp.exp(-log_total) * scale
+    given = {
+        "shift": highest,
+        "level": (rows["level"] - slope * log_total) * factor,
+        "slope": slope * factor,
+    }
     powers = kernel_powers(problem, rows | given, head)["powers"]
     columns = jnp.where(rows["targets"] >= 0, rows["targets"], powers.shape[1])
     return powers.at[jnp.arange(powers.shape[0]), columns].set(
@@ -174,12 +179,12 @@ def kernel_statistics(
         _padded(x, padding), weights, {"scale": _padded(rows["scale"], padding)}
     )
     parts = {name: values[:, :tokens] for name, values in parts.items()}
-    for name in ("highest", "weighted"):
-        if name in parts:
-            parts[name] = parts[name] / LOG2_E
-    rest = rest_logits(problem, x, weights, rows["scale"], tiles)
+    parts["highest"] = parts["highest"] * rows["scale"][None]
+    if "weighted" in parts:
+        parts["weighted"] = parts["weighted"] / LOG2_E
+    rest = rest_logits(problem, x, weights, tiles)
     if rest is not None:
-        parts = _with_rest(parts, rest)
+        parts = _with_rest(parts, rest * rows["scale"][:, None])
     return op.merged(parts) | {"picked": target_logits(problem, rows, head)[0]}
 
 
@@ -192,17 +197,21 @@ def kernel_powers(
     tiles = tiles or powers_tiles(problem, rows["hidden"], weights)
     x, tokens, vocab = clean(rows), rows["targets"].shape[0], problem.vocab(weights)
     padding = -tokens % tiles.rows
-    units = {"scale": 1.0, "shift": LOG2_E, "level": 1.0, "slope": 1 / LOG2_E}
-    values = {name: _padded(rows[name] * f, padding) for name, f in units.items() if name in rows}
+    # Before the temperature; 0 / 0 if that is infinite.
+    shift = rows["shift"] / jnp.maximum(rows["scale"], jnp.finfo(jnp.float32).tiny)
+    values = {"scale": rows["scale"], "shift": shift}
+    if "level" in rows:
+        values |= {"level": rows["level"], "slope": rows["slope"] / LOG2_E}
+    values = {name: _padded(each, padding) for name, each in values.items()}
     parts = _kernel(problem, tiles, 128)(_padded(x, padding), weights, values)
     powers = parts.pop("powers")[:tokens]
     out = {name: jnp.sum(values, axis=0)[:tokens] for name, values in parts.items()}
     if "weighted" in out:
         out["weighted"] = out["weighted"] / LOG2_E
-    rest = rest_logits(problem, x, weights, rows["scale"], tiles)
+    rest = rest_logits(problem, x, weights, tiles)
     if rest is None:
         return out | {"powers": powers}
-    below = rest - rows["shift"][:, None]
+    below = (rest - shift[:, None]) * rows["scale"][:, None]
     raised = jnp.exp(jnp.minimum(below, hopper.MAX_POWER / LOG2_E))
     if "level" in rows:
         raised = raised * (rows["level"][:, None] + rows["slope"][:, None] * below)
@@ -245,17 +254,15 @@ def _kernel(problem: Problem, tiles: hopper.Tiles, max_runs: int):
     return run
 
 
-def rest_logits(problem: Problem, x: Array, head: Array, scale: Array, tiles) -> Array | None:
-    """Scaled logits of the columns after the last whole tile."""
+def rest_logits(problem: Problem, x: Array, head: Array, tiles: hopper.Tiles) -> Array | None:
+    """Logits of the columns after the last whole tile, without the temperature."""
     vocab = problem.vocab(head)
     rest = vocab % tiles.tile_n
     if not rest:
         return None
     if problem.vocab_major:
-        logits = product("TD,VD->TV", x, head[vocab - rest :])
-    else:
-        logits = product("TD,DV->TV", x, head[:, vocab - rest :])
-    return logits * scale[:, None]
+        return product("TD,VD->TV", x, head[vocab - rest :])
+    return product("TD,DV->TV", x, head[:, vocab - rest :])
 
 
 def _padded(values: Array, padding: int) -> Array:

@@ -10,14 +10,14 @@ and leave once a run:
 With `cluster=2`, two blocks with different rows walk the same vocabulary tiles, and each head tile is read from L2 once
 for both (multicast).
 
-Everything is in units of log2: with u = logit * scale * log2(e),
+With b = (logit - highest) * scale * log2(e), a difference first, so that large logits lose no digits that matter,
 
-    highest = max u,   total = sum 2**(u - highest),   weighted = sum 2**(u - highest) * (u - highest)
+    highest = max logit,   total = sum 2**b,   weighted = sum 2**b * b
 
-With `shift` given the maximum is not computed: it takes highest's place, and the powers 2**(u - shift) are also
-written, as a [tokens, vocab] array in the dtype of hidden: a softmax up to a factor per row, as a gradient needs it,
-rounded relative to each value. With `slope` too, (level + slope * (u - shift)) 2**(u - shift) is written instead, and
-nothing is summed: the gradient of a log-prob and an entropy, when shift is the normaliser.
+With `shift` given, also a logit before its scale, the maximum is not computed: shift takes its place, and the powers
+2**b are also written, as a [tokens, vocab] array in the dtype of hidden: a softmax up to a factor per row, as a
+gradient needs it, rounded relative to each value. With `slope` too, (level + slope * b) 2**b is written instead, and
+nothing is summed: the gradient of a log-prob and an entropy.
 
 Only whole tiles of vocabulary are covered: what is left (less than tile_n columns) is the caller's.
 """
@@ -308,26 +308,27 @@ def _compute_item(
 
 def _reduce_tile(acc, stats, given):
     """The statistics with one more tile of logits, and the powers of that tile."""
-    u = acc * _across(given["scale"], acc)
     if "shift" in given:
-        below = jnp.minimum(u - _across(given["shift"], u), MAX_POWER)
+        highest = given["shift"]
     else:
-        highest = jnp.maximum(stats["highest"], jnp.max(u, axis=1))
-        stats = _recentred(stats, highest)
-        below = u - _across(highest, u)
+        highest = jnp.maximum(stats["highest"], jnp.max(acc, axis=1))
+        stats = _recentred(stats, highest, given["scale"])
+    below = (acc - _across(highest, acc)) * _across(given["scale"], acc)
+    if "shift" in given:
+        below = jnp.minimum(below, MAX_POWER)
     powers = jnp.exp2(below)
     if "total" in stats:
         stats["total"] = stats["total"] + jnp.sum(powers, axis=1)
     if "weighted" in stats:
         stats["weighted"] = stats["weighted"] + jnp.sum(powers * below, axis=1)
     if "slope" in given:
-        powers = powers * (_across(given["level"], u) + _across(given["slope"], u) * below)
+        powers = powers * (_across(given["level"], acc) + _across(given["slope"], acc) * below)
     return stats, powers
 
 
-def _recentred(stats, highest):
+def _recentred(stats, highest, scale):
     """The sums of powers relative to a new maximum."""
-    change = stats["highest"] - highest
+    change = (stats["highest"] - highest) * scale
     fade = jnp.exp2(change)
     stats = stats | {"highest": highest, "total": stats["total"] * fade}
     if "weighted" in stats:

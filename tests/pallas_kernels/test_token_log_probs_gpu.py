@@ -38,18 +38,30 @@ class TestOnTheCardInChunks(TestOnTheCard):
 
 
 @pytest.mark.skipif(not _can_interpret(), reason="needs a CPU and a JAX with a GPU interpreter")
-def test_the_interpreted_kernel_gives_the_values_and_gradients_of_float64(monkeypatch):
-    tiles = hopper.Tiles(tile_m=64, cluster=1, slots=2)
-    monkeypatch.setattr(tuned, "tiles", lambda *_: tiles)
+class TestInterpreted:
+    """Some of the cases, because the interpreter is slow."""
 
-    class Interpreted(TokenLogProbsCases):
-        implementation = "gpu"
-        options: ClassVar = {"chunk_tokens": 64}
+    @pytest.fixture
+    def cases(self, monkeypatch):
+        tiles = hopper.Tiles(tile_m=64, cluster=1, slots=2)
+        monkeypatch.setattr(tuned, "tiles", lambda *_: tiles)
 
-    cases = Interpreted()
-    shape = Shape(70, 64, 131, "bfloat16")
-    with gpu.interpreted(2):
-        cases.check(shape, inputs(shape), temperature=0.7)
+        class Interpreted(TokenLogProbsCases):
+            implementation = "gpu"
+            options: ClassVar = {"chunk_tokens": 64}
+            small = Shape(70, 64, 131, "bfloat16")
+
+        with gpu.interpreted(2):
+            yield Interpreted()
+
+    def test_values_and_gradients_are_those_of_float64(self, cases):
+        cases.check(cases.small, inputs(cases.small), temperature=0.7)
+
+    def test_extreme_logits_give_exact_values_and_finite_gradients(self, cases):
+        cases.test_extreme_logits_give_exact_values_and_finite_gradients()
+
+    def test_the_loss_in_one_pass_is_that_in_two(self, cases):
+        cases.test_the_loss_in_one_pass_is_that_in_two(60.0)
 
 
 @pytest.mark.gpu
