@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tooljax.config import Config, ConfigError, load_config, parse_args, to_gin
 from tooljax.config.cli import field_documents
 from tooljax.config.gin import SECTIONS, _build
-from tooljax.config.schema import Range
+from tooljax.config.types import Range
 from tooljax.config.values import WrongValue, convert, describe
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -6,7 +6,6 @@ import inspect
 import textwrap
 from collections.abc import Callable, Sequence
 
-from tooljax.config import schema
 from tooljax.config.errors import ConfigError
 from tooljax.config.gin import SECTIONS, load_config, to_gin
 from tooljax.config.schema import Config
@@ -97,16 +96,15 @@ def fields_help() -> str:
 
 
 def field_documents() -> dict[str, dict[str, str]]:
-    """The docstring under each field, by section and name, read from the schema's source."""
-    classes = {
-        node.name: node
-        for node in ast.parse(inspect.getsource(schema)).body
-        if isinstance(node, ast.ClassDef)
-    }
-    return {
-        section: _documents(classes[type(getattr(Config(), section)).__name__])
-        for section in SECTIONS
-    }
+    """The docstring under each field, by section and name, read from the sections' source."""
+    sections = {section: type(getattr(Config(), section)) for section in SECTIONS}
+    return {name: _documents(_class(section)) for name, section in sections.items()}
+
+
+def _class(section: type) -> ast.ClassDef:
+    node = ast.parse(inspect.getsource(section)).body[0]
+    assert isinstance(node, ast.ClassDef), f"{section} is written as a class"
+    return node
 
 
 def _documents(node: ast.ClassDef) -> dict[str, str]:

@@ -4,7 +4,7 @@ import ast
 import math
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from tooljax.config.schema import Range
+from tooljax.config.types import Range
 
 
 class WrongValue(Exception):
