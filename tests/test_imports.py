@@ -34,7 +34,7 @@ ARRAYS = {"jax", "jaxtyping", "ml_dtypes", "numpy"}
 TRAINER = ARRAYS | {
     *("aiohttp", "msgspec", "xxhash", "yaml", "jinja2", "tokenizers"),
     *("flax", "grain", "optax", "orbax", "safetensors"),
-    *("matplotlib", "mlflow", "pyarrow", "rich", "tensorboard", "wandb"),
+    *("matplotlib", "mlflow", "pyarrow", "rich", "tensorboard", "wandb", "zstandard"),
 }
 
 

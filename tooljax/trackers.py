@@ -10,14 +10,12 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
-
-import msgspec
 
 from rollout_sidecar.protocol import Trajectory
 from tooljax.config import Config, to_gin
@@ -192,21 +190,6 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
-
-
-def write_trajectories(run_dir: str | Path, step: int, trajectories: Sequence[Trajectory]) -> Path:
-    """Writes <run_dir>/trajectories/step_N.jsonl, whole or not at all; returns its path."""
-    path = Path(run_dir) / "trajectories" / f"step_{step}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomically(path, b"".join(msgspec.json.encode(t) + b"\n" for t in trajectories))
-    return path
-
-
-def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
-    """The trajectories of one file that write_trajectories wrote."""
-    with Path(path).open("rb") as lines:
-        for line in lines:
-            yield msgspec.json.decode(line, type=Trajectory)
 
 
 def best_and_worst(

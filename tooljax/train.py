@@ -30,11 +30,16 @@ from tooljax.policy import Policy, abstract_state, make_updater
 from tooljax.progress import Progress
 from tooljax.rollouts import Groups, InterruptedRollout, Sidecars, open_sidecars
 from tooljax.run_dir import make_run_dir, write_config
-from tooljax.trackers import Trackers, write_trajectories
+from tooljax.store.records import values_of_items
+from tooljax.store.store import Credit, TrajectoryStore
+from tooljax.trackers import Trackers
 from tooljax.update import Metrics, TrainState, Updater
 
 UNTRAINABLE = ("engine_error", "tool_error", "interaction_error", "context_rewritten", "aborted")
 """Trajectories that ended so say nothing about the policy, whatever was sampled before."""
+
+ZERO_VARIANCE = "all rewards of its group are equal"
+"""Why those trajectories are left out, unless grpo.zero_variance keeps them."""
 
 
 def train(config: Config, sidecars: Sidecars) -> int:
@@ -45,6 +50,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
     run.push(state, step)
     verdict = run.gate.look(sidecars, state, step)
     verdict.require()
+    run.store.forget_after(step)
     with (
         Trackers(config, resume_step=step) as trackers,
         Progress(config.run.progress, config.run.steps, title=run.dir.name, start=step) as progress,
@@ -58,15 +64,24 @@ def train(config: Config, sidecars: Sidecars) -> int:
             except InterruptedRollout:
                 break
             with progress.phase("batch"):
-                batch, batch_metrics = make_batch(config, groups)
+                batch, batch_metrics, credit = make_batch(config, groups)
             with progress.phase("update"):
-                state, update_metrics = run.update(state, batch)
+                state, batch, update_metrics = run.update(state, batch)
             step += 1
             # Before anything that can fail: the next rollout must see these weights.
             with progress.phase("push"):
                 push_metrics = run.push(state, step)
             with progress.phase("gate"):
                 verdict = run.gate.look(sidecars, state, step)
+            with progress.phase("store"):
+                run.store.write(
+                    step,
+                    groups,
+                    credit=credit,
+                    values=values_of_items(batch),
+                    metrics=update_metrics,
+                    reward_weights=reward_weights(config.reward, step - 1),
+                )
             metrics = {
                 **run.describe(groups, step),
                 **batch_metrics,
@@ -90,8 +105,9 @@ def train(config: Config, sidecars: Sidecars) -> int:
     return step
 
 
-def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics]:
-    """The batch to train on: every trajectory weighted with its advantage in its group.
+def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics, Credit]:
+    """The batch to train on: every trajectory weighted with its advantage in its group. Beside it metrics, and who got
+    what, and why not.
 
     Trajectories without a sampled token, or that ended by somebody's fault but the policy's, count for nothing. A
     group whose rewards are all equal teaches nothing; grpo.zero_variance says whether its tokens stay for the KL term.
@@ -121,13 +137,28 @@ def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics]:
         "perf/loss_tokens": float(batch.loss_tokens),
         "rollout/untrainable_frac": float(1 - valid.mean()),
     }
-    return batch, metrics
+    dropped = [
+        [
+            why_untrainable(trajectory) or ("" if trained[i, j] else ZERO_VARIANCE)
+            for j, trajectory in enumerate(group)
+        ]
+        for i, group in enumerate(groups)
+    ]
+    return batch, metrics, Credit(advantages, dropped)
 
 
 def _trainable(trajectory: Trajectory) -> bool:
     """Whether something was sampled, and its reward says something about the policy."""
-    sampled = any(any(stream.loss_mask) for stream in trajectory.streams)
-    return sampled and trajectory.scored and trajectory.status not in UNTRAINABLE
+    return not why_untrainable(trajectory)
+
+
+def why_untrainable(trajectory: Trajectory) -> str:
+    """Why a trajectory is left out of every batch; "" if it can be trained on."""
+    if trajectory.status in UNTRAINABLE:
+        return f"it ended by {trajectory.status}"
+    if not any(any(stream.loss_mask) for stream in trajectory.streams):
+        return "nothing was sampled"
+    return "" if trajectory.scored else "it has no reward"
 
 
 @dataclass(frozen=True)
@@ -142,6 +173,7 @@ class Run:
     updater: Updater
     checkpointer: Checkpointer
     gate: LogProbGate
+    store: TrajectoryStore
 
     @property
     def dir(self) -> Path:
@@ -183,6 +215,7 @@ class Run:
             updater,
             Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep),
             LogProbGate(config, policy, updater, tasks),
+            TrajectoryStore(config, tasks),
         )
         changes = write_config(config)
         if changes and run.checkpointer.latest_step() is not None:
@@ -233,8 +266,11 @@ class Run:
             self.source.restore(position)
             raise
 
-    def update(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        """All updates on one batch. Metrics are the last one's, except that every skip counts."""
+    def update(
+        self, state: TrainState, batch: TrainBatch
+    ) -> tuple[TrainState, TrainBatch, Metrics]:
+        """All updates on one batch, which comes back with the log-probs that they took. Metrics are the last one's,
+        except that every skip counts."""
         if self.config.sidecar.share_gpu:
             self.sidecars.on_each(lambda client: client.release_engine(), interruptible=False)
         if self.config.grpo.kl_coef > 0:
@@ -246,10 +282,10 @@ class Run:
             skipped = metrics.get("optim/skipped", 0.0)
             state, metrics = self.updater.update(state, batch)
             metrics["optim/skipped"] += skipped
-        return state, metrics
+        return state, batch, metrics
 
     def describe(self, groups: Groups, step: int) -> Metrics:
-        """Metrics of the trajectories that led to `step`; saves them if asked."""
+        """Metrics of the trajectories that led to `step`."""
         trajectories = [trajectory for group in groups for trajectory in group]
         if not any(map(_trainable, trajectories)):
             first = trajectories[0]
@@ -258,8 +294,6 @@ class Run:
                 f"ended as {first.status}: {first.error or 'see the trajectories folder'}",
                 file=sys.stderr,
             )
-        if self.config.track.save_trajectories:
-            write_trajectories(self.dir, step, trajectories)
         lag = max(self.sidecars.policy_lag(trajectory, step - 1) for trajectory in trajectories)
         return {
             **rollout_metrics(trajectories),

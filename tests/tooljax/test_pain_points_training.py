@@ -65,7 +65,7 @@ def test_a_reward_reaches_the_sampled_tokens_of_a_trajectory_that_ends_in_an_obs
         grpo=GrpoConfig(group_size=2, scale_by_std=False),
         batch=BatchConfig(row_lengths=(512,), rows_per_microbatch=1),
     )
-    batch, metrics = make_batch(config, groups)
+    batch, metrics, _ = make_batch(config, groups)
     for trajectory, advantage, found in zip(
         groups[0], (-0.5, 0.5), unpack(batch.advantages, batch), strict=True
     ):

@@ -12,10 +12,8 @@ from tooljax.trackers import (
     Trackers,
     best_and_worst,
     read_metrics,
-    read_trajectories,
     render_trajectory,
     write_best_and_worst,
-    write_trajectories,
 )
 
 
@@ -200,16 +198,6 @@ def test_wandb_writes_a_run_offline(tmp_path, monkeypatch, capfd):
     run_id = json.loads((tmp_path / "tracker_runs.json").read_text())["wandb"]
     assert [path.stem for path in records] == [f"run-{run_id}"] * 2
     assert capfd.readouterr().out == ""
-
-
-def test_trajectories_come_back(tmp_path):
-    made = [trajectory(1.0), trajectory(0.0, sample=1)]
-    path = write_trajectories(tmp_path, 12, made)
-    assert path == tmp_path / "trajectories" / "step_12.jsonl"
-    assert list(read_trajectories(path)) == made
-    write_trajectories(tmp_path, 12, made[:1])  # the step was made again
-    assert list(read_trajectories(path)) == made[:1]
-    assert [p.name for p in path.parent.iterdir()] == ["step_12.jsonl"]
 
 
 def test_best_and_worst():

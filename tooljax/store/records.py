@@ -1,0 +1,134 @@
+"""What the store says of a step: one header, then one record a trajectory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollout_sidecar.protocol import RewardWeights, Task, Trajectory
+from tooljax.batch import TrainBatch, unpack
+from tooljax.store.arrays import Packed
+
+FORMAT = 1
+"""Raised when an older reader could not read what is written."""
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all that is stored: unknown fields are damage, or of a later release."""
+
+
+class Header(_Stored, frozen=True, kw_only=True, tag="step"):
+    """The first frame of a step."""
+
+    format: int = FORMAT
+    step: int
+    """Optimizer steps made, this one included."""
+    config: str
+    """All settings of the step, as config.gin has them."""
+    reward_weights: RewardWeights
+    """What the trajectories' rewards were put together with."""
+    metrics: dict[str, float]
+    """What the update reported: policy/loss and its like. Of several updates, the last one's."""
+    tasks: dict[str, Task]
+    """By task_id."""
+    trajectories: int
+    """How many records follow."""
+
+
+class StoredStream(_Stored, frozen=True, kw_only=True):
+    """One token stream of a trajectory: what was sampled, and what the trainer made of it."""
+
+    token_ids: Packed
+    loss_mask: Packed
+    rollout_log_probs: Packed
+    values: dict[str, Packed] = {}
+    """What the loss was given for each token, under its name in the batch (advantages, old_log_probs, ref_log_probs),
+    and log_probs, the policy's own in the last update. Empty if the stream was left out of the batch."""
+
+    def array(self, name: str) -> np.ndarray | None:
+        """One of the values; None if it was not part of the loss."""
+        packed = self.values.get(name)
+        return None if packed is None else packed.unpack()
+
+
+class Record(_Stored, frozen=True, kw_only=True, tag="trajectory"):
+    """One trajectory."""
+
+    trajectory: Trajectory
+    """Without its per-token lists, which are in `streams`."""
+    group: int
+    """Which of the step's groups it belongs to: advantages are relative within one."""
+    advantage: float
+    dropped: str = ""
+    """Why it was left out of the loss; "" if it was trained on."""
+    streams: list[StoredStream]
+
+    def whole(self) -> Trajectory:
+        """The trajectory with its tokens, as the sidecar sent it."""
+        *earlier, last = self.streams
+        described = self.trajectory.earlier_streams
+        return msgspec.structs.replace(
+            self.trajectory,
+            **_lists(last),
+            earlier_streams=[
+                msgspec.structs.replace(stream, **_lists(stored))
+                for stream, stored in zip(described, earlier, strict=True)
+            ],
+        )
+
+
+def make_record(
+    trajectory: Trajectory,
+    *,
+    group: int,
+    advantage: float,
+    dropped: str,
+    values: Sequence[Mapping[str, np.ndarray]],
+) -> Record:
+    """Packs a trajectory. `values` has an entry a stream, empty for those that were not in the batch."""
+    none: dict[str, Any] = {"token_ids": [], "loss_mask": [], "rollout_log_probs": []}
+    return Record(
+        trajectory=msgspec.structs.replace(
+            trajectory,
+            **none,
+            earlier_streams=[
+                msgspec.structs.replace(stream, **none) for stream in trajectory.earlier_streams
+            ],
+        ),
+        group=group,
+        advantage=advantage,
+        dropped=dropped,
+        streams=[
+            StoredStream(
+                token_ids=Packed.of(np.asarray(stream.token_ids, np.int64)),
+                loss_mask=Packed.of(np.asarray(stream.loss_mask, bool)),
+                rollout_log_probs=Packed.of(np.asarray(stream.rollout_log_probs, np.float64)),
+                values={name: Packed.of(value) for name, value in of_stream.items()},
+            )
+            for stream, of_stream in zip(trajectory.streams, values, strict=True)
+        ],
+    )
+
+
+def values_of_items(batch: TrainBatch) -> list[dict[str, np.ndarray]]:
+    """For each packed item, in order: every float of the batch that belongs to its tokens, but for what the trajectory
+    holds itself."""
+    arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    cut = {
+        name: unpack(array, batch)
+        for name, array in arrays.items()
+        if name != "rollout_log_probs" and _is_per_token(array, batch)
+    }
+    return [{name: rows[i] for name, rows in cut.items()} for i in range(len(batch.placements))]
+
+
+def _is_per_token(array: Any, batch: TrainBatch) -> bool:
+    shape = getattr(array, "shape", None)
+    return shape == batch.tokens.shape and np.issubdtype(np.asarray(array).dtype, np.floating)
+
+
+def _lists(stream: StoredStream) -> dict[str, Any]:
+    names = ("token_ids", "loss_mask", "rollout_log_probs")
+    return {name: getattr(stream, name).unpack().tolist() for name in names}
