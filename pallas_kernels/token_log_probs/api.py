@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.token_log_probs import chunked, gpu, op, reference
+from pallas_kernels.token_log_probs import chunked, gpu, op, reference, tpu
 from pallas_kernels.token_log_probs.problem import WHOLE, Head, Problem, Rows, Shards
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {
     "gpu": gpu,
+    "tpu": tpu,
     "chunked": chunked,
     "reference": reference,
 }
@@ -60,7 +61,7 @@ def token_log_probs(
 
     `head_axes` is "vocab embed" (a tied embedding) or "embed vocab". With `entropy=False` it is not computed.
     `shards` says how tokens and vocabulary are spread over devices: see Shards. Targets count from the first shard.
-    `implementation` names one of "gpu", "chunked", "reference"; None takes the first that can serve.
+    `implementation` names one of "gpu", "tpu", "chunked", "reference"; None takes the first that can serve.
     `chunk_tokens` overrides the number of tokens whose logits, or their gradients, are in memory at a time.
 
     ValueError: arguments that do not fit. NotImplementedError: the implementation asked for cannot serve them.

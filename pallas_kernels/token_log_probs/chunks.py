@@ -53,7 +53,7 @@ class Gradients(NamedTuple):
 def forward(rows: Rows, chunk: int, of_chunk: Callable[[Rows], Rows]) -> Rows:
     """of_chunk's values for every token that is valid, 0 for the others."""
     tokens = rows["hidden"].shape[0]
-    rows, order, count = _valid_first(rows, chunk)
+    rows, order, count = valid_first(rows, chunk)
     padded = rows["hidden"].shape[0]
     if padded == chunk:
         return {name: values[:tokens] for name, values in of_chunk(rows).items()}
@@ -65,7 +65,7 @@ def forward(rows: Rows, chunk: int, of_chunk: Callable[[Rows], Rows]) -> Rows:
         return {name: _paste(out[name], values[name], i, chunk) for name in out}
 
     out = lax.fori_loop(0, count, step, start)
-    return {name: _restored(values, order, tokens) for name, values in out.items()}
+    return {name: restored(values, order, tokens) for name, values in out.items()}
 
 
 def backward(
@@ -137,7 +137,7 @@ def _accumulated(
     weights, bias = head
     tokens = rows["hidden"].shape[0]
     dtype = problem.gradient_dtype(rows["hidden"])
-    rows, order, count = _valid_first(rows, chunk)
+    rows, order, count = valid_first(rows, chunk)
     padded = rows["hidden"].shape[0]
     d_hidden_axes = "CV,VD->CD" if problem.vocab_major else "CV,DV->CD"
     d_head_axes = "CV,CD->VD" if problem.vocab_major else "CV,CD->DV"
@@ -168,11 +168,11 @@ def _accumulated(
     out = {name: jnp.zeros((padded,), jnp.float32) for name in names}
     start = (jnp.int32(0), jnp.bool_(False), gradients, out)
     _, _, gradients, out = lax.while_loop(lambda carry: carry[0] < count, step, start)
-    out = {name: _restored(values, order, tokens) for name, values in out.items()}
-    return gradients._replace(hidden=_restored(gradients.hidden, order, tokens)), out
+    out = {name: restored(values, order, tokens) for name, values in out.items()}
+    return gradients._replace(hidden=restored(gradients.hidden, order, tokens)), out
 
 
-def _valid_first(rows: Rows, chunk: int) -> tuple[Rows, Array | None, Array]:
+def valid_first(rows: Rows, chunk: int) -> tuple[Rows, Array | None, Array]:
     """Rows padded to whole chunks with the valid ones in front, their order, and how many chunks hold one.
 
     When all is one chunk, or all are valid, in the order they had.
@@ -204,8 +204,8 @@ def _paste(whole: Array, part: Array, i: Array, chunk: int) -> Array:
     return lax.dynamic_update_slice_in_dim(whole, part, i * chunk, axis=0)
 
 
-def _restored(values: Array, order: Array | None, tokens: int) -> Array:
-    """Undoes _valid_first."""
+def restored(values: Array, order: Array | None, tokens: int) -> Array:
+    """Undoes valid_first."""
     if order is None:
         return values[:tokens]
     return jnp.zeros_like(values[:tokens]).at[order].set(values[:tokens], unique_indices=True)
