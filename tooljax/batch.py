@@ -1,5 +1,6 @@
 """Trajectories in, arrays of static shape out.
 
+`pack_mixed` makes a batch of rows of a few lengths (`tooljax.packing`), `pack` one of rows of one length.
 Several trajectories share a row; `segment_ids` keeps them apart (0 is padding) and `positions` count from 0 in each.
 There are no prompt and response regions, and nothing is ever cut: a trajectory that fits no row is an error, because
 its limits were checked when it was sampled.
@@ -10,14 +11,26 @@ token t, rollout_log_probs[t] is its log-probability. The first token of a segme
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from rollout_sidecar.protocol import Trajectory
+from tooljax.packing import Group, Placement, first_fit_decreasing, in_rows, plan, shortest_row
 from tooljax.pytree import pytree_dataclass, static_field
+
+__all__ = [
+    "PackItem",
+    "PackedBatch",
+    "Placement",
+    "TrainBatch",
+    "pack",
+    "pack_mixed",
+    "trajectory_items",
+    "unpack",
+]
 
 Array = Any
 """NumPy on the host, JAX inside the update."""
@@ -56,14 +69,6 @@ def trajectory_items(trajectory: Trajectory, advantage: float) -> list[PackItem]
     ]
 
 
-class Placement(NamedTuple):
-    """Where an item went: row `row`, entries start to start + length."""
-
-    row: int
-    start: int
-    length: int
-
-
 @pytree_dataclass
 class TrainBatch:
     """Packed trajectories. Arrays are on the host until the update takes them, a microbatch at a time."""
@@ -87,6 +92,11 @@ class TrainBatch:
     def padding_fraction(self) -> float:
         """Share of all entries that hold no token."""
         return float(np.mean(np.asarray(self.segment_ids) == 0))
+
+    @property
+    def has_ref(self) -> bool:
+        """Whether the reference policy's log-probs are filled in."""
+        return self.ref_log_probs is not None
 
     @property
     def loss_tokens(self) -> int:
@@ -119,25 +129,104 @@ class TrainBatch:
         return [jax.tree.map(lambda x, i=i: x[i : i + rows], whole) for i in cuts]
 
 
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch of rows of several lengths: one TrainBatch of each."""
+
+    groups: tuple[TrainBatch, ...]
+    """The longest rows first."""
+    order: tuple[tuple[int, ...], ...]
+    """Of each group: which of the items that were packed are in it."""
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of all entries that hold no token."""
+        sizes = [group.tokens.size for group in self.groups]
+        return float(np.average([g.padding_fraction for g in self.groups], weights=sizes))
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of tokens in the loss: its denominator."""
+        return sum(group.loss_tokens for group in self.groups)
+
+    @property
+    def has_ref(self) -> bool:
+        """Whether the reference policy's log-probs are filled in."""
+        return self.groups[0].has_ref
+
+    def with_log_probs(
+        self, *, old: Sequence[Array] | None = None, ref: Sequence[Array] | None = None
+    ) -> "PackedBatch":
+        """The same batch with the log-probs that are given, [rows time] of each group, filled in."""
+        none = [None] * len(self.groups)
+        filled = [
+            group.with_log_probs(old=o, ref=r)
+            for group, o, r in zip(self.groups, old or none, ref or none, strict=True)
+        ]
+        return replace(self, groups=tuple(filled))
+
+    def microbatches(self, rows: int) -> list[TrainBatch]:
+        """All groups cut into pieces of `rows` rows."""
+        return [piece for group in self.groups for piece in group.microbatches(rows)]
+
+    def unpack(self, values: Sequence[Array]) -> list[np.ndarray]:
+        """The entries of each packed item, in the order in which they were given, from [rows time] of each group."""
+        found: dict[int, np.ndarray] = {}
+        for group, items, value in zip(self.groups, self.order, values, strict=True):
+            found |= dict(zip(items, unpack(value, group), strict=True))
+        return [found[i] for i in sorted(found)]
+
+
+def pack_mixed(
+    items: Sequence[PackItem],
+    *,
+    row_lengths: Sequence[int],
+    rows_per_microbatch: int,
+    shards: int = 1,
+) -> PackedBatch:
+    """Packs items into rows of the lengths given, in microbatches of one length each; see `tooljax.packing`.
+
+    `shards` is the number of parts that each microbatch's rows are spread over. The same items give the same batch.
+    """
+    groups = plan(
+        [_checked_length(item, index) for index, item in enumerate(items)],
+        row_lengths=row_lengths,
+        rows=rows_per_microbatch,
+        shards=shards,
+    )
+    return PackedBatch(
+        tuple(_laid_out([items[i] for i in group.items], group) for group in groups),
+        tuple(group.items for group in groups),
+    )
+
+
 def pack(
     items: Sequence[PackItem], *, row_lengths: Sequence[int], rows_multiple: int
 ) -> TrainBatch:
-    """Packs items into rows, first-fit decreasing: longest first, each into the first row with room.
+    """Packs items into rows of one length, first-fit decreasing.
 
     Rows have the smallest of `row_lengths` that holds the longest item. Their number is rounded up to a multiple of
     `rows_multiple` with empty rows, and is never 0. The same items give the same batch.
     """
     lengths = [_checked_length(item, index) for index, item in enumerate(items)]
-    row_length = _row_length(max(lengths, default=0), row_lengths)
-    placements, used = _first_fit_decreasing(lengths, row_length)
+    row_length = shortest_row(max(lengths, default=0), row_lengths)
+    where = first_fit_decreasing(lengths, [row_length] * len(items))
+    assert where is not None, "each has a row of its own"
+    used = max(where, default=-1) + 1
     rows = max(1, -(-used // rows_multiple)) * rows_multiple
-    tokens, positions, segment_ids = (np.zeros((rows, row_length), np.int32) for _ in range(3))
-    advantages, rollout_log_probs = (np.zeros((rows, row_length), np.float32) for _ in range(2))
-    loss_mask = np.zeros((rows, row_length), bool)
-    segments = [0] * rows
+    placements = in_rows(list(zip(where, lengths, strict=True)), rows)
+    return _laid_out(items, Group(row_length, rows, tuple(range(len(items))), tuple(placements)))
+
+
+def _laid_out(items: Sequence[PackItem], group: Group) -> TrainBatch:
+    shape = (group.rows, group.row_length)
+    tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
+    advantages, rollout_log_probs = (np.zeros(shape, np.float32) for _ in range(2))
+    loss_mask = np.zeros(shape, bool)
+    segments = [0] * group.rows
     # From left to right, so that segments count up along a row.
     for item, (row, start, length) in sorted(
-        zip(items, placements, strict=True), key=lambda pair: pair[1]
+        zip(items, group.placements, strict=True), key=lambda pair: pair[1]
     ):
         span = slice(start, start + length)
         segments[row] += 1
@@ -156,7 +245,7 @@ def pack(
         loss_mask=loss_mask,
         advantages=advantages,
         rollout_log_probs=rollout_log_probs,
-        placements=tuple(placements),
+        placements=group.placements,
     )
 
 
@@ -180,28 +269,3 @@ def _checked_length(item: PackItem, index: int) -> int:
             "a trajectory begins with a prompt"
         )
     return length
-
-
-def _row_length(longest: int, row_lengths: Sequence[int]) -> int:
-    for length in sorted(row_lengths):
-        if longest <= length:
-            return length
-    raise ValueError(
-        f"a trajectory of {longest} tokens fits no row: the longest of batch.row_lengths="
-        f"{tuple(row_lengths)} is {max(row_lengths, default=0)}. Add a longer row length, or lower "
-        "limits.max_trajectory_tokens"
-    )
-
-
-def _first_fit_decreasing(lengths: list[int], row_length: int) -> tuple[list[Placement], int]:
-    """Where each item goes, and how many rows that takes. Equal lengths go in the order given."""
-    filled: list[int] = []
-    placements = [Placement(0, 0, 0)] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        row = next((r for r, n in enumerate(filled) if n + length <= row_length), len(filled))
-        if row == len(filled):
-            filled.append(0)
-        placements[index] = Placement(row, filled[row], length)
-        filled[row] += length
-    return placements, len(filled)
