@@ -23,6 +23,10 @@ class BaseInteraction:
     """Replies and scores depend on the messages alone: a trajectory with replies can go on in another sidecar. The
     entry's config may say so too (`stateless: true`)."""
 
+    config_keys: tuple[str, ...] | None = None
+    """The keys that the entry's config may have beside `stateless`: another one is an error. Holds for this class
+    alone, not for subclasses; None: any."""
+
     def __init__(self, config: dict[str, Any]):
         """Made once, when the sidecar starts.
 

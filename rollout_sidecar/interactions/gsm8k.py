@@ -18,6 +18,8 @@ INCORRECT = "Your response is incorrect! You need to reflect on your answer and 
 class Gsm8kInteraction(BaseInteraction):
     """Judges answers to GSM8K problems."""
 
+    config_keys = ()
+
     def __init__(self, config: dict[str, Any]):
         """Has no settings."""
         super().__init__(config)

@@ -55,25 +55,21 @@ You play a user who talks to an assistant. Stay in that role: write only what th
 When the assistant has done what you wanted, or cannot, say {{ done_marker }}."""
 """Where the config has none: `task` holds all of interaction_kwargs."""
 
-_KEYS = {
-    *("name", "base_url", "model", "api_key_env", "system_prompt", "done_marker", "done_score"),
-    *("max_tokens", "temperature", "seed", "timeout_s", "retries", "opening", "extra_body"),
-}
 _THINKING = re.compile(r"^.*</think>", re.DOTALL)
 
 
 class LlmUserInteraction(BaseInteraction):
     """Asks a chat endpoint what the user says next. Keeps nothing but each conversation's system prompt."""
 
+    config_keys = (
+        *("base_url", "model", "api_key_env", "system_prompt", "done_marker", "done_score"),
+        *("max_tokens", "temperature", "seed", "timeout_s", "retries", "opening", "extra_body"),
+    )
+
     def __init__(self, config: dict[str, Any]):
-        """ValueError names a setting that is missing, misspelt or out of range."""
+        """ValueError names a setting that is missing or out of range."""
         super().__init__(config)
         config = {key: value for key, value in config.items() if value is not None}
-        unknown = sorted(set(config) - _KEYS)
-        if unknown:
-            raise ValueError(
-                f"unknown setting {unknown[0]!r}; there are: {', '.join(sorted(_KEYS))}"
-            )
         base_url = checked_url(config.get("base_url"), "base_url")
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         if not config.get("model"):

@@ -5,13 +5,15 @@
         class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction
         config: {}
 
-verl's own class names stand for ours, and users' classes may import verl.interactions.base, with or without verl.
+verl's own class names stand for ours, and users' classes may import verl.interactions.base, with or without verl. A key
+of `config` that an interaction of ours does not read is an error.
 """
 
 from pathlib import Path
 from typing import Any
 
 from rollout_sidecar.interactions.base import BaseInteraction
+from rollout_sidecar.tools.config_keys import check_keys
 from rollout_sidecar.user_files import read_yaml
 from rollout_sidecar.verl_names import import_user_object
 
@@ -68,6 +70,9 @@ def _make(entry: Any, where: str) -> tuple[str, BaseInteraction]:
     if not isinstance(name, str):
         raise ValueError(f"{where}: name must be a text, got {name!r}")
     made = _import_class(class_name, where)
+    own = vars(made).get("config_keys")
+    if own is not None:
+        check_keys(config, own, where, ["stateless"])
     try:
         return name, made({**config, "name": name})
     except (Exception, SystemExit) as error:

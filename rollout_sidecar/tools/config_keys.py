@@ -1,6 +1,7 @@
-"""Which keys the config of a tool of ours may have: a misspelt one would be a setting that nobody reads.
+"""Which keys the config of a tool or an interaction of ours may have: a misspelt one would be a setting that nobody
+reads.
 
-Tools of users may have any key; verl's keys are known wherever verl has them.
+Classes of users may have any key; verl's keys are known wherever verl has them.
 """
 
 from collections.abc import Collection, Iterable
@@ -13,10 +14,11 @@ COMMON = (*CONFIG_KEYS, "type", "stateless")
 """Of every tool: its gate's, and those that say what kind of tool it is."""
 
 
-def check_keys(config: Collection[Any], own: Iterable[str], where: str) -> None:
-    """ValueError, starting with `where`, for a key that is neither in `own` nor common to all tools."""
-    own = sorted(own)
-    known = {*own, *COMMON}
+def check_keys(
+    config: Collection[Any], own: Iterable[str], where: str, common: Iterable[str] = COMMON
+) -> None:
+    """ValueError, starting with `where`, for a key that is neither in `own` nor in `common`."""
+    known = {*own, *common}
     for key in config:
         if key in known:
             continue

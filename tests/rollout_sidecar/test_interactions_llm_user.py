@@ -221,7 +221,6 @@ async def test_nobody_there_is_told_with_the_address(tiny_tokenizer, unused_tcp_
     [
         ({"base_url": "localhost"}, "base_url is 'localhost', expected an address"),
         ({"model": None}, "model is missing"),
-        ({"modle": "x"}, "unknown setting 'modle'; there are: api_key_env, base_url"),
         ({"done_marker": ""}, "done_marker is empty"),
         ({"max_tokens": 0}, "max_tokens is 0, expected a whole number of at least 1"),
         ({"timeout_s": -1}, "timeout_s is -1, expected seconds above 0"),

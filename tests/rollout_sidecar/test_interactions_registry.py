@@ -119,6 +119,47 @@ def test_what_is_wrong_is_named(tmp_path, users_module, text, problem):
         load_interactions(write(tmp_path, text))
 
 
+OURS = "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
+LLM_USER = "rollout_sidecar.interactions.llm_user.LlmUserInteraction"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "key", "hint"),
+    [
+        (LLM_USER, "modle", "did you mean 'model'?"),
+        (LLM_USER, "colour", "there are: api_key_env, base_url, done_marker,"),
+        (LLM_USER, "name", "there are: api_key_env"),  # the entry's own, beside `config`
+        (OURS, "statless", "did you mean 'stateless'?"),
+        (OURS, "ground_truth", "there are: stateless"),
+    ],
+)
+def test_a_key_that_one_of_ours_does_not_read_is_an_error(tmp_path, class_name, key, hint):
+    file = write(tmp_path, f"interaction: [{{class_name: {class_name}, config: {{{key}: x}}}}]\n")
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        load_interactions(file)
+    assert str(caught.value).startswith(f"{file}: interaction[0]: unknown key config.{key}; {hint}")
+
+
+def test_keys_of_every_interaction_and_of_users_are_let_through(tmp_path, users_module):
+    (tmp_path / "stricter.py").write_text(
+        "from rollout_sidecar.interactions.gsm8k import Gsm8kInteraction\n"
+        "\n"
+        "class Stricter(Gsm8kInteraction):\n"
+        "    pass\n"
+    )
+    file = write(
+        tmp_path,
+        "interaction:\n"
+        f"  - {{class_name: {OURS}, config: {{stateless: true}}}}\n"
+        "  - {class_name: stricter.Stricter, config: {patience: 3}}\n"
+        f"  - {{class_name: {LLM_USER}, config:"
+        " {base_url: 'http://127.0.0.1:9', model: m, stateless: true}}\n",
+    )
+    made = load_interactions(file)
+    assert [one.config.get("stateless") for one in made.values()] == [True, None, True]
+    assert made["stricter"].config["patience"] == 3
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"none.yaml: no such interaction file"):
         load_interactions(tmp_path / "none.yaml")
