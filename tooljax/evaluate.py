@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +19,7 @@ from tooljax.config import Config, parse_args
 from tooljax.config.schema import LimitsConfig, RewardConfig, SamplingConfig
 from tooljax.data.records import read_tasks
 from tooljax.intervals import wilson
+from tooljax.launch import check_files
 from tooljax.metrics import rollout_metrics
 from tooljax.rollouts import InterruptedRollout, Sidecars, open_sidecars
 
@@ -147,8 +149,12 @@ def table(rows: Sequence[tuple[str, Evaluation]]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluates model.path on data.eval, with its tools and with tools withheld."""
-    config = parse_args(argv, prog="tooljax.evaluate", description=__doc__ or "")
+    needed = partial(check_files, training=False)
+    config = parse_args(
+        argv, prog="tooljax.evaluate", description=__doc__ or "", check_files=needed
+    )
     try:
+        needed(config)
         tasks = held_out_tasks(config)
         with open_sidecars(config) as sidecars:
             rows = [

@@ -61,12 +61,13 @@ def local_sidecar(
             sidecar.stop()
 
 
-def check_files(config: Config) -> None:
-    """Raises one ValueError that names every file of the config that is not there.
+def check_files(config: Config, *, training: bool = True) -> None:
+    """Raises one ValueError that names every file of the config that is not there. An evaluation reads neither
+    data.train nor, if its sidecars run already, the model.
 
     Of the model only the log says something: it may be on another machine.
     """
-    named = [("data.train", file) for file in config.data.train]
+    named = [("data.train", file) for file in config.data.train] if training else []
     named += [("data.eval", file) for file in config.data.eval]
     if not config.sidecar.urls:  # else these are the sidecars' own
         named += [("sidecar.tool_config", file) for file in config.sidecar.tool_config]
@@ -79,7 +80,8 @@ def check_files(config: Config) -> None:
     missing = [f"{field}: {file}: no such file" for field, file in named if _is_missing(file)]
     if missing:
         raise ValueError(f"{'; '.join(missing)} (looked from {Path.cwd()})")
-    if not Path(config.model.path or " ").is_dir():
+    reads_model = training or not config.sidecar.urls
+    if reads_model and not Path(config.model.path or " ").is_dir():
         log.warning(
             "model.path is %r, which is no folder here; a run needs a Hugging Face folder on disk",
             config.model.path,

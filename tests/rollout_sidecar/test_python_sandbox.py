@@ -234,6 +234,7 @@ async def test_processor_time_is_counted_for_each_call_and_for_all_processes():
         ({"preload": [1]}, r"preload must be a list of strings, got \[1\]"),
         ({"wall_s": 0}, r"wall_s=0.0 is no limit: give seconds, above 0 and up to 86400"),
         ({"output_bytes": 0}, "output_bytes=0 must be at least 1"),
+        ({"memory_mb": 1}, "memory_mb=1 must be at least 16: with less, ordinary programs fail"),
         ({"max_files": 3}, "max_files=3 must be at least 16 to import anything"),
         ({"workers": 9, "max_workers": 8}, "workers=9 must be between 0 and max_workers=8"),
     ],

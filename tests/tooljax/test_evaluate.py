@@ -204,6 +204,35 @@ def test_the_command_prints_both_rows(tokenizer, tmp_path, capsys):
     assert " 0.000 " in rows["tools withheld"]
 
 
+@pytest.mark.parametrize(("dry", "code"), [(["--dry_run"], 2), ([], 1)])
+def test_files_that_are_not_there_are_named_before_anything_starts(
+    tmp_path, monkeypatch, capsys, dry, code
+):
+    monkeypatch.chdir(tmp_path)
+    settings = ["data.eval=('no.jsonl',)", "sidecar.tool_config=('no.yaml',)", "model.path=no"]
+    settings += ["data.train=('not_read_here.jsonl',)"]
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    try:
+        found = main([*arguments, *dry])
+    except SystemExit as exit_:
+        found = exit_.code
+    assert found == code
+    assert capsys.readouterr().err == (
+        "tooljax.evaluate: data.eval: no.jsonl: no such file; sidecar.tool_config: no.yaml: no such file"
+        f" (looked from {tmp_path})\n"
+    )
+
+
+def test_a_dry_run_asks_no_sidecar(tmp_path, capsys, caplog):
+    settings = ["sidecar.urls=('http://127.0.0.1:9',)", f"data.eval=('{records(tmp_path, 1)}',)"]
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, "--dry_run"])
+    assert exit_.value.code == 0
+    assert "sidecar.urls = ('http://127.0.0.1:9',)" in capsys.readouterr().out
+    assert "model.path" not in caplog.text  # the sidecars have it
+
+
 def test_no_tasks_is_one_sentence(tokenizer, capsys):
     with serve(tokenizer, ["#### 1"]) as served:
         assert main(["--set", f"sidecar.urls=('{served[0].url}',)"]) == 1

@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+MIN_MEMORY_MB = 16
+"""Below, lists of some ten thousand numbers and imports of larger modules fail: nobody wants that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxOptions:
@@ -51,7 +54,11 @@ class SandboxOptions:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is no limit: give seconds, above 0 and up to 86400"
                 )
-        for name in ("memory_mb", "max_processes", "disk_mb", "output_bytes", "max_workers"):
+        if self.memory_mb < MIN_MEMORY_MB:
+            raise ValueError(
+                f"memory_mb={self.memory_mb!r} must be at least {MIN_MEMORY_MB}: with less, ordinary programs fail"
+            )
+        for name in ("max_processes", "disk_mb", "output_bytes", "max_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
         if self.max_files < 16:
