@@ -21,7 +21,7 @@ from tooljax.grpo.aggregation import token_mean
 from tooljax.grpo.kl import k3
 from tooljax.grpo.policy_losses import clipped_ratio_loss, importance_ratio
 from tooljax.model.decoder import Decoder
-from tooljax.sampled import sampled_loss
+from tooljax.sampled import Sampled, sampled_loss
 
 Means = dict[str, Array]
 """Metrics of a microbatch: parts of a mean over the batch's loss tokens, or the largest of its tokens."""
@@ -53,8 +53,9 @@ class Objective(Protocol):
         *,
         temperature: float,
         remat: bool,
-    ) -> tuple[Float[Array, ""], Means]:
-        """The loss of a microbatch and its metrics. `denominator` is the number of loss tokens of the whole batch."""
+    ) -> tuple[Float[Array, ""], Means, Sampled]:
+        """The loss of a microbatch, its metrics, and the log-probs that both were made from. `denominator` is the
+        number of loss tokens of the whole batch."""
         ...
 
 
@@ -89,7 +90,7 @@ class GrpoObjective:
         *,
         temperature: float,
         remat: bool,
-    ) -> tuple[Float[Array, ""], Means]:
+    ) -> tuple[Float[Array, ""], Means, Sampled]:
         """As Objective.__call__."""
         given = {"advantages": batch.advantages, "old": batch.old_log_probs}
         given["ref"] = batch.ref_log_probs if self.kl_coef > 0 else None
@@ -114,7 +115,7 @@ class GrpoObjective:
         }
         if batch.ref_log_probs is not None:
             means["policy/kl_ref"] = mean(k3(log_probs, batch.ref_log_probs))
-        return loss, means | {"policy/loss": loss}
+        return loss, means | {"policy/loss": loss}, Sampled(log_probs, entropy)
 
     def _loss_of_token(self, log_probs: Array, given: dict[str, Array]) -> Array:
         """The clipped surrogate plus kl_coef times k3, token by token."""
@@ -152,13 +153,13 @@ class SftObjective:
         *,
         temperature: float,
         remat: bool,
-    ) -> tuple[Float[Array, ""], Means]:
+    ) -> tuple[Float[Array, ""], Means, Sampled]:
         """As Objective.__call__, but at temperature 1 whatever is given."""
-        loss, _, entropy = sampled_loss(
+        loss, log_probs, entropy = sampled_loss(
             decoder, batch, _negative, {}, denominator, temperature=1.0, remat=remat
         )
-        entropy = token_mean(entropy, batch.loss_mask, denominator)
-        return loss, {"policy/loss": loss, "policy/entropy": entropy}
+        means = {"policy/entropy": token_mean(entropy, batch.loss_mask, denominator)}
+        return loss, means | {"policy/loss": loss}, Sampled(log_probs, entropy)
 
 
 def make_objective(config: GrpoConfig) -> GrpoObjective:

@@ -5,7 +5,7 @@ loss_mask is False.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,15 @@ from jaxtyping import Array, Float
 from pallas_kernels.token_log_probs import token_log_probs, token_loss
 from tooljax.batch import TrainBatch
 from tooljax.model.decoder import Decoder
+
+
+class Sampled(NamedTuple):
+    """What a decoder says of the tokens of a batch."""
+
+    log_probs: Float[Array, "rows time"]
+    """Of each loss token given the earlier tokens of its segment."""
+    entropy: Float[Array, "rows time"]
+    """Of the distribution that it was drawn from."""
 
 
 def sampled_log_probs(

@@ -24,7 +24,7 @@ from tooljax.batch import TrainBatch
 from tooljax.objective import LARGEST, Means, Objective, SftObjective
 from tooljax.optimizer import Optimizer
 from tooljax.pytree import pytree_dataclass
-from tooljax.sampled import sampled_log_probs
+from tooljax.sampled import Sampled, sampled_log_probs
 
 Params = Any
 """The weights of a decoder, as nnx.split gives them."""
@@ -80,13 +80,18 @@ class Updater:
         self._accumulate: dict[str, Callable] = {
             loss: jax.jit(
                 self._spread(
-                    partial(self._add_gradients, minimised), (_WHOLE, _WHOLE, _ROWS, _WHOLE), _WHOLE
+                    partial(self._add_gradients, minimised),
+                    (_WHOLE, _WHOLE, _ROWS, _WHOLE),
+                    (_WHOLE, _ROWS),
                 ),
                 donate_argnums=0,
             )
             for loss, minimised in self._objectives.items()
         }
         self._apply = jax.jit(self._apply_gradients, donate_argnums=0)
+        self.seen: list[Sampled | None] = []
+        """Of each microbatch of the last update, on the devices: the log-probs that its loss was made from. None for
+        those without loss tokens."""
 
     # --- what the training loop calls ---------------------------------------------------------------------------
 
@@ -127,6 +132,7 @@ class Updater:
         and reports optim/skipped = 1.
         """
         tokens = batch.loss_tokens
+        self.seen = []
         if tokens == 0:
             rate = self._optimizer.learning_rate(state.step)
             state = TrainState(state.params, state.opt_state, state.step + 1)
@@ -138,9 +144,11 @@ class Updater:
         no_means = jax.device_put(dict.fromkeys(objective.metrics(batch), np.float32(0)))
         totals = self._zeros(state.params), no_means
         for microbatch in batch.microbatches(self._rows):
+            sampled = None
             if microbatch.loss_tokens:
                 placed = self._placed(microbatch)
-                totals = self._accumulate[loss](totals, compute, placed, denominator)
+                totals, sampled = self._accumulate[loss](totals, compute, placed, denominator)
+            self.seen.append(sampled)
         state, metrics = self._apply(state, *totals)
         return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
 
@@ -157,28 +165,30 @@ class Updater:
         params: Params,
         batch: TrainBatch,
         denominator: Float[Array, ""],
-    ) -> tuple[Params, Means]:
+    ) -> tuple[tuple[Params, Means], Sampled]:
         """Adds a microbatch's part of the gradient and of the metrics to what earlier ones gave."""
 
-        def loss(params: Params) -> tuple[Float[Array, ""], Means]:
-            return objective(
+        def loss(params: Params) -> tuple[Float[Array, ""], tuple[Means, Sampled]]:
+            value, means, sampled = objective(
                 nnx.merge(self._graphdef, params),
                 batch,
                 denominator,
                 temperature=self._temperature,
                 remat=self._remat,
             )
+            return value, (means, sampled)
 
-        gradients, means = jax.grad(loss, has_aux=True)(params)
+        gradients, (means, sampled) = jax.grad(loss, has_aux=True)(params)
         if self._mesh is not None:
             largest = jax.lax.pmax(means, "data")
             gradients, means = jax.lax.psum((gradients, means), "data")
             means |= {name: largest[name] for name in means if name in LARGEST}
         summed = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals[0], gradients)
-        return summed, {
+        means = {
             name: (jnp.maximum if name in LARGEST else jnp.add)(totals[1][name], value)
             for name, value in means.items()
         }
+        return (summed, means), sampled
 
     def _apply_gradients(
         self, state: TrainState, gradients: Params, means: Means
@@ -212,7 +222,9 @@ class Updater:
         assert self._mesh is not None, "only called with a mesh"
         return NamedSharding(self._mesh, spec)
 
-    def _spread(self, function: Callable, inputs: tuple, outputs: PartitionSpec) -> Callable:
+    def _spread(
+        self, function: Callable, inputs: tuple, outputs: PartitionSpec | tuple
+    ) -> Callable:
         """The function on each device's rows, with explicit sums over devices inside."""
         if self._mesh is None:
             return function
