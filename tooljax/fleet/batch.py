@@ -8,6 +8,7 @@ where they belong.
 import asyncio
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -63,11 +64,11 @@ class Batch:
 
     async def run(self) -> None:
         """Returns when every sample is there or given up. Raises SidecarError; then nothing of the batch runs on."""
-        changed = self._fleet.changed
+        changed, begun = self._fleet.changed, time.monotonic()
         try:
             while self._waiting or self._playing:
                 changed.clear()
-                self._fleet.check_hope()
+                self._fleet.check_hope(begun)
                 self._hand_out()
                 if self._playing or self._waiting:
                     await self._next_event(changed)

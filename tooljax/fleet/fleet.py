@@ -122,11 +122,11 @@ class Fleet:
             return home
         return min(room, key=lambda replica: replica.load(more), default=None)
 
-    def check_hope(self) -> None:
-        """SidecarError once no replica could be used for too long."""
+    def check_hope(self, begun: float) -> None:
+        """SidecarError once no replica could be used for too long, while somebody who began then waited for one."""
         if self.live:
             return
-        since = max(replica.lost_at for replica in self.replicas)
+        since = max(begun, *(replica.lost_at for replica in self.replicas))
         if time.monotonic() - since >= self._down_timeout_s:
             raise SidecarError(
                 f"no sidecar could be used for {self._down_timeout_s:g} s (sidecar.down_timeout_s):"
@@ -245,6 +245,7 @@ class Fleet:
 
     async def _deliver(self, send: Send) -> int:
         """Sends a push to everybody who is there, until at least one has it."""
+        begun = time.monotonic()
         while True:
             answers = await asyncio.gather(*map(self._answers, self.replicas))
             there = [r for r, answer in zip(self.replicas, answers, strict=True) if answer]
@@ -257,7 +258,7 @@ class Fleet:
             if any(result is not None for result in sent):
                 return sum(result is True for result in sent)
             try:
-                self.check_hope()
+                self.check_hope(begun)
             except SidecarError as error:
                 raise PushError(str(error)) from error
             await asyncio.sleep(min(self.period_s, self._down_timeout_s))
