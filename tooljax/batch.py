@@ -10,7 +10,7 @@ token t, rollout_log_probs[t] is its log-probability. The first token of a segme
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -43,12 +43,15 @@ class PackItem:
     token_ids: Sequence[int]
     loss_mask: Sequence[bool]
     """True where the policy sampled the token."""
-    advantage: float
-    """Of the whole trajectory; its sampled tokens all get it, in every stream. Not used by the supervised loss."""
+    advantage: float | Sequence[float]
+    """Of the whole trajectory: its sampled tokens all get it, in every stream. Or one for each entry of token_ids. Not
+    used by the supervised loss."""
     rollout_log_probs: Sequence[float] | None = None
     """None, for demonstrations: zeros."""
     trained: bool = True
     """False leaves every token out of the loss, out of its denominator and out of the metrics."""
+    sequence: int | None = None
+    """Which trajectory it belongs to, for what is computed of a whole one. None, for all items: each is one."""
 
 
 def trajectory_items(trajectory: Trajectory, advantage: float) -> list[PackItem]:
@@ -85,6 +88,10 @@ class TrainBatch:
     """The trainer's own, before this batch's first update. None: the current ones, held constant."""
     ref_log_probs: Float[Array, "rows time"] | None = None
     """The frozen reference policy's. None: no KL term."""
+    sequence_ids: Int[Array, "rows time"] | None = None
+    """Which trajectory of the whole batch a token belongs to, from 0; -1 is padding. On the host only."""
+    token_values: dict[str, Float[Array, "rows time"]] = field(default_factory=dict)
+    """What the objective has prepared for each token, by its own names."""
     placements: tuple[Placement, ...] = static_field(default=())
     """In the order of the items that were packed."""
 
@@ -124,7 +131,7 @@ class TrainBatch:
                 f"a batch of {total} rows cannot be cut into microbatches of {rows}; "
                 f"pack with rows_multiple={rows} (batch.rows_per_microbatch)"
             )
-        whole = replace(self, placements=())
+        whole = replace(self, placements=(), sequence_ids=None)
         cuts = range(0, total, rows)
         return [jax.tree.map(lambda x, i=i: x[i : i + rows], whole) for i in cuts]
 
@@ -223,10 +230,11 @@ def _laid_out(items: Sequence[PackItem], group: Group) -> TrainBatch:
     tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
     advantages, rollout_log_probs = (np.zeros(shape, np.float32) for _ in range(2))
     loss_mask = np.zeros(shape, bool)
+    sequence_ids = np.full(shape, -1, np.int32)
     segments = [0] * group.rows
     # From left to right, so that segments count up along a row.
-    for item, (row, start, length) in sorted(
-        zip(items, group.placements, strict=True), key=lambda pair: pair[1]
+    for index, item, (row, start, length) in sorted(
+        zip(group.items, items, group.placements, strict=True), key=lambda entry: entry[2]
     ):
         span = slice(start, start + length)
         segments[row] += 1
@@ -235,6 +243,7 @@ def _laid_out(items: Sequence[PackItem], group: Group) -> TrainBatch:
         positions[row, span] = np.arange(length)
         segment_ids[row, span] = segments[row]
         loss_mask[row, span] = mask
+        sequence_ids[row, span] = index if item.sequence is None else item.sequence
         advantages[row, span] = np.where(mask, item.advantage, 0.0)
         if item.rollout_log_probs is not None:
             rollout_log_probs[row, span] = np.where(mask, item.rollout_log_probs, 0.0)
@@ -246,6 +255,7 @@ def _laid_out(items: Sequence[PackItem], group: Group) -> TrainBatch:
         advantages=advantages,
         rollout_log_probs=rollout_log_probs,
         placements=group.placements,
+        sequence_ids=sequence_ids,
     )
 
 
@@ -258,6 +268,8 @@ def unpack(values: Array, batch: TrainBatch) -> list[np.ndarray]:
 def _checked_length(item: PackItem, index: int) -> int:
     length = len(item.token_ids)
     parts = {"loss_mask": item.loss_mask, "rollout_log_probs": item.rollout_log_probs}
+    if not isinstance(item.advantage, int | float):
+        parts["advantage"] = item.advantage
     for name, part in parts.items():
         if part is not None and len(part) != length:
             raise ValueError(f"item {index} has {length} token_ids but {len(part)} {name}")

@@ -1,0 +1,37 @@
+"""The weight of the KL term from step to step: fixed, or steered towards a target (Ziegler et al., arXiv:1909.08593,
+section 2.2):
+
+    coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)
+
+n is the number of trajectories that the KL was measured on.
+"""
+
+from dataclasses import dataclass, replace
+
+_MAX_ERROR = 0.2
+
+
+@dataclass(frozen=True)
+class KlController:
+    """The weight that the next step uses. A checkpoint keeps `coef`; the rest is the config's."""
+
+    coef: float
+    target: float | None = None
+    """KL to steer to, in nats a token. None: the weight is fixed."""
+    horizon: float = 10_000.0
+    """Trajectories in which the weight grows or falls by at most a factor of about e^0.2."""
+
+    def after(self, kl: float, trajectories: int) -> "KlController":
+        """The controller after a step whose trajectories had that mean KL to the reference."""
+        if self.target is None or trajectories == 0:
+            return self
+        error = min(max(kl / self.target - 1.0, -_MAX_ERROR), _MAX_ERROR)
+        return replace(self, coef=self.coef * (1.0 + error * trajectories / self.horizon))
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"coef": self.coef}
+
+    def restored(self, state: dict[str, float]) -> "KlController":
+        """The controller of a checkpoint. A fixed weight is the config's, which may have changed since."""
+        return self if self.target is None else replace(self, coef=float(state["coef"]))
