@@ -47,7 +47,7 @@ class Objective(Protocol):
 
     def __call__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | Sampled,
         batch: TrainBatch,
         denominator: Float[Array, ""],
         *,
@@ -55,7 +55,7 @@ class Objective(Protocol):
         remat: bool,
     ) -> tuple[Float[Array, ""], Means, Sampled]:
         """The loss of a microbatch, its metrics, and the log-probs that both were made from. `denominator` is the
-        number of loss tokens of the whole batch."""
+        number of loss tokens of the whole batch. A replay has no decoder, but what it said then."""
         ...
 
 
@@ -84,7 +84,7 @@ class GrpoObjective:
 
     def __call__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | Sampled,
         batch: TrainBatch,
         denominator: Float[Array, ""],
         *,
@@ -147,7 +147,7 @@ class SftObjective:
 
     def __call__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | Sampled,
         batch: TrainBatch,
         denominator: Float[Array, ""],
         *,

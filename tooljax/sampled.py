@@ -44,7 +44,7 @@ def sampled_log_probs(
 
 
 def sampled_loss(
-    decoder: Decoder,
+    decoder: Decoder | Sampled,
     batch: TrainBatch,
     loss_of: Callable[[Array, Any], Array],
     given: dict[str, Array | None],
@@ -57,7 +57,12 @@ def sampled_loss(
 
     The head's gradient is made in the same pass, which is exact because each token's loss depends on its own log-prob
     alone. `given` are values per token, to which "share" is added: 1 / denominator, for loss_of to multiply by.
+    What a decoder has said before can stand for it, without gradients: a replay.
     """
+    if isinstance(decoder, Sampled):
+        values = given | {"share": 1.0 / jnp.maximum(denominator, 1.0)}
+        losses = loss_of(decoder.log_probs, values)
+        return jnp.sum(jnp.where(batch.loss_mask, losses, 0.0)), *decoder
     hidden, targets, valid = _predictions(decoder, batch, remat=remat)
     values = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1).reshape(-1), given)
     values["share"] = jnp.broadcast_to(1.0 / jnp.maximum(denominator, 1.0), targets.shape)

@@ -78,7 +78,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
                     step,
                     groups,
                     credit=credit,
-                    values=values_of_items(batch),
+                    values=values_of_items(batch, run.updater.seen),
                     metrics=update_metrics,
                     reward_weights=reward_weights(config.reward, step - 1),
                 )

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from rollout_sidecar.protocol import RewardWeights, Task, Trajectory
-from tooljax.batch import TrainBatch, unpack
+from tooljax.batch import PackedBatch, TrainBatch, unpack
+from tooljax.sampled import Sampled
 from tooljax.store.arrays import Packed
 
 FORMAT = 1
@@ -112,10 +113,35 @@ def make_record(
     )
 
 
-def values_of_items(batch: TrainBatch) -> list[dict[str, np.ndarray]]:
-    """For each packed item, in order: every float of the batch that belongs to its tokens, but for what the trajectory
-    holds itself."""
+def values_of_items(
+    batch: TrainBatch | PackedBatch, seen: Sequence[Sampled | None]
+) -> list[dict[str, np.ndarray]]:
+    """For each packed item, in order, what its tokens' loss was made from.
+
+    Args:
+        batch: every float of it counts but rollout_log_probs, which the trajectory holds itself.
+        seen: Updater.seen of its last update: log-probs and entropies of each microbatch.
+    """
+    if isinstance(batch, TrainBatch):
+        return _values_of_group(batch, seen)
+    found: dict[int, dict[str, np.ndarray]] = {}
+    rows = sum(group.tokens.shape[0] for group in batch.groups) // max(len(seen), 1)
+    for group, items in zip(batch.groups, batch.order, strict=True):
+        count = group.tokens.shape[0] // rows if seen else 0
+        found |= dict(zip(items, _values_of_group(group, seen[:count]), strict=True))
+        seen = seen[count:]
+    return [found[i] for i in sorted(found)]
+
+
+def _values_of_group(
+    batch: TrainBatch, seen: Sequence[Sampled | None]
+) -> list[dict[str, np.ndarray]]:
     arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    if seen:
+        none = np.zeros((batch.tokens.shape[0] // len(seen), batch.tokens.shape[1]), np.float32)
+        for name in Sampled._fields:
+            parts = [none if part is None else np.asarray(getattr(part, name)) for part in seen]
+            arrays[name] = np.concatenate(parts)
     cut = {
         name: unpack(array, batch)
         for name, array in arrays.items()
