@@ -8,11 +8,12 @@ be read all the same (a truncated file) is skipped at restore, with a warning, a
 import errno
 import json
 import logging
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -30,8 +31,16 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or none fits what is asked for. Older checkpoints are untouched."""
 
 
+class Best(NamedTuple):
+    """The step with the best evaluation so far; `best.json` holds it."""
+
+    step: int
+    metric: str
+    value: float
+
+
 class Checkpointer:
-    """Saves and restores steps in one folder; the newest `keep` stay. A context manager."""
+    """Saves and restores steps in one folder; the newest `keep` stay, and the best one. A context manager."""
 
     def __init__(self, dir: str | Path, *, keep: int = 2):
         self.dir = Path(dir).absolute()
@@ -91,8 +100,28 @@ class Checkpointer:
             self._open().wait_until_finished()
         self._pending = None
 
-    def restore(self, abstract: Any) -> tuple[int, Any, dict[str, Any]] | None:
-        """The newest readable step: its number, its arrays and `extra`. None when the folder has no step.
+    def best(self) -> Best | None:
+        """The step that `mark_best` named last; None if there is none, or its checkpoint is gone."""
+        found = self._marked()
+        return found if found and found.step in self.steps() else None
+
+    def mark_best(self, best: Best) -> None:
+        """Keeps its checkpoint, which must be there, until another is marked; the one before is then like others."""
+        self.wait()
+        if best.step not in self.steps():
+            raise CheckpointError(
+                f"step {best.step} of {self.dir} is not saved, so it cannot be kept as the best"
+            )
+        if jax.process_index() == 0:
+            temporary = self.dir / "best.json.tmp"
+            temporary.write_text(json.dumps(best._asdict()) + "\n")
+            os.replace(temporary, self.dir / "best.json")
+
+    def restore(
+        self, abstract: Any, *, step: int | None = None
+    ) -> tuple[int, Any, dict[str, Any]] | None:
+        """The newest readable step, or the one asked for: its number, its arrays and `extra`. None when the folder has
+        no such step.
 
         `abstract` is a pytree of jax.ShapeDtypeStruct (or arrays) like the one saved; each array is placed on the
         sharding of its counterpart. Raises CheckpointError when the step's arrays differ from it in name, shape or
@@ -100,18 +129,19 @@ class Checkpointer:
         """
         self.wait()
         faults: dict[int, str] = {}
-        for step in reversed(self.steps()):
+        wanted = [one for one in reversed(self.steps()) if step in (None, one)]
+        for one in wanted:
             try:
                 with _quiet_orbax():
-                    arrays, extra = self._read(step, abstract)
+                    arrays, extra = self._read(one, abstract)
             except CheckpointError:
                 raise
             except Exception as error:  # the boundary around Orbax: it has no base class for damage
-                faults[step] = _first_line(error)
+                faults[one] = _first_line(error)
                 continue
             for damaged, fault in faults.items():
                 self._set_aside(damaged, fault)
-            return step, arrays, extra
+            return one, arrays, extra
         if faults:
             listed = "; ".join(f"step {step}: {fault}" for step, fault in faults.items())
             raise CheckpointError(
@@ -130,12 +160,18 @@ class Checkpointer:
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=self.keep,
+                preservation_policy=_NewestAndBest(self.keep, self._marked),
                 enable_async_checkpointing=True,
                 cleanup_tmp_directories=True,
             )
             self._manager = ocp.CheckpointManager(self.dir, options=options)
         return self._manager
+
+    def _marked(self) -> Best | None:
+        try:
+            return Best(**json.loads((self.dir / "best.json").read_text()))
+        except (OSError, ValueError, TypeError):  # none yet, or what is no such file
+            return None
 
     def _read(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
         manager = self._open()
@@ -198,6 +234,21 @@ class Checkpointer:
             shutil.rmtree(target, ignore_errors=True)
             (self.dir / str(step)).rename(target)
         self._drop_manager()  # its list of steps is cached
+
+
+class _NewestAndBest:
+    """Orbax's preservation policy: asked which of the steps, oldest first, outlive a save."""
+
+    def __init__(self, keep: int, marked: Callable[[], Best | None]):
+        self._keep = keep
+        self._marked = marked
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Orbax's call."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = self._marked()
+        kept = {*steps[-self._keep :], best.step if best else None}
+        return [step in kept for step in steps]
 
 
 def _layout(tree: Any) -> Layout:

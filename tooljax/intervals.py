@@ -1,4 +1,5 @@
-"""Confidence intervals of evaluation results: Wilson for one rate, a paired bootstrap for the difference of two."""
+"""Confidence intervals of evaluation results: Wilson for rates, a bootstrap over problems for other means and for the
+difference of two policies on the same problems."""
 
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -23,12 +24,34 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
         raise ValueError(
             f"{successes} successes of {n} is not a rate; needs 0 <= successes <= n, n >= 1"
         )
-    z = _z(confidence)
-    rate = successes / n
-    scale = 1 + z * z / n
-    centre = (rate + z * z / (2 * n)) / scale
-    half = z / scale * (rate * (1 - rate) / n + z * z / (4 * n * n)) ** 0.5
-    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+    return _wilson(successes / n, n, confidence)
+
+
+def clustered_wilson(groups: Sequence[Sequence[float]], confidence: float = 0.95) -> Interval:
+    """Wilson's interval of the mean of 0s and 1s that come in groups, such as the samples of one problem.
+
+    Samples of a problem resemble each other, so that as many of other problems would say more. The count in Wilson's
+    formula is therefore divided by the design effect (Kish 1965, section 8.2): the variance of the mean, estimated
+    between groups, over that of independent draws. It stays between the number of groups and that of draws; with one
+    draw a group it is `wilson`. Groups may differ in size, and those without any are left out.
+    """
+    groups = [group for group in groups if len(group)]
+    n, total = sum(map(len, groups)), sum(map(sum, groups))
+    if not groups or not 0 <= total <= n:
+        raise ValueError(f"{total:g} successes of {n} is not a rate; needs 0s and 1s, one at least")
+    rate = total / n
+    count = len(groups)
+    between = sum((sum(group) - rate * len(group)) ** 2 for group in groups)
+    variance = between * count / max(count - 1, 1) / n**2
+    effective = rate * (1 - rate) / variance if variance > 0 else 0.0
+    if variance == 0 and 0 < rate < 1:
+        effective = n  # every group has exactly the mean: less than independent draws would differ
+    return _wilson(rate, min(max(effective, count), n), confidence)
+
+
+def bootstrap_mean(values: Sequence[float], *, seed: int) -> Interval:
+    """95 % interval of a mean over problems: percentiles over resamplings of them."""
+    return paired_bootstrap([0.0] * len(values), values, seed=seed)
 
 
 def paired_bootstrap(
@@ -54,6 +77,14 @@ def paired_bootstrap(
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(low), float(high))
+
+
+def _wilson(rate: float, n: float, confidence: float) -> Interval:
+    z = _z(confidence)
+    scale = 1 + z * z / n
+    centre = (rate + z * z / (2 * n)) / scale
+    half = z / scale * (rate * (1 - rate) / n + z * z / (4 * n * n)) ** 0.5
+    return Interval(max(0.0, centre - half), min(1.0, centre + half))
 
 
 def _z(confidence: float) -> float:

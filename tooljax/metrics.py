@@ -158,6 +158,11 @@ REGISTRY: dict[str, Metric] = {
     # evaluation
     "eval/accuracy": Metric("Held-out trajectories called correct.", "fraction"),
     "eval/pass_at_{k}": Metric("Chance that one of k samples is correct; unbiased.", "fraction"),
+    "eval/maj_at_{k}": Metric("Chance that the commonest answer of k is correct.", "fraction"),
+    # guard rails
+    "guard/alarms": Metric("Limits of the guard section that the step is beyond.", "alarms"),
+    "guard/skipped": Metric("1 where the step's update was left out for that."),
+    "guard/rolled_back_steps": Metric("Steps that a rollback took back.", "steps"),
 }
 """Names in braces stand for what a run fills in. Every reward, rollout, tools and interaction metric also exists under
 eval/. Those of tools, interactions and endings are in the sidecar's /metrics too: rollout_sidecar.statistics."""

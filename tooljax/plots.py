@@ -1,4 +1,4 @@
-"""Pictures of a run: learning curves, and bars with intervals that compare policies. PNG files, no display needed."""
+"""Pictures of a run: learning curves, and what compares policies, with intervals. PNG files, no display needed."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,6 +81,62 @@ def comparison(bars: Mapping[str, Bar], png: str | Path, *, title: str, ylabel: 
     ax.set_ylabel(ylabel)
     ax.grid(axis="y", alpha=0.3)
     ax.margins(y=0.12)
+    return _save(figure, png)
+
+
+def curves(
+    lines: Mapping[str, Mapping[int, float]], png: str | Path, *, title: str, xlabel: str
+) -> Path:
+    """Draws one line a key over counts that double, dashed if its label ends in maj@k; returns the path of the PNG."""
+    figure = _figure(6.5, 4.5)
+    ax = figure.subplots()
+    for i, (label, line) in enumerate(lines.items()):
+        style = "--" if label.endswith("maj@k") else "-"
+        ax.plot(list(line), list(line.values()), style, color=f"C{i // 2}", marker="o", label=label)
+    ax.set_xscale("log", base=2)
+    ticks = sorted({k for line in lines.values() for k in line})
+    ax.set_xticks(ticks, [str(k) for k in ticks])
+    ax.minorticks_off()
+    ax.set_title(title)
+    ax.set_xlabel(xlabel)
+    ax.grid(alpha=0.3)
+    if lines:
+        ax.legend(loc="best", fontsize="small")
+    return _save(figure, png)
+
+
+def stacked(bars: Mapping[str, Mapping[str, float]], png: str | Path, *, title: str) -> Path:
+    """Draws one horizontal bar a key, cut into named shares; returns the path of the PNG."""
+    figure = _figure(8, 1.5 + 0.6 * len(bars))
+    ax = figure.subplots()
+    names = list(dict.fromkeys(name for shares in bars.values() for name in shares))
+    left = [0.0] * len(bars)
+    for i, name in enumerate(names):
+        widths = [shares.get(name, 0.0) for shares in bars.values()]
+        ax.barh(range(len(bars)), widths, left=left, color=f"C{i}", label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    ax.set_yticks(range(len(bars)), list(bars))
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1)
+    ax.set_title(title)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return _save(figure, png)
+
+
+def differences(bars: Mapping[str, Bar], png: str | Path, *, title: str, xlabel: str) -> Path:
+    """Draws each estimate with its interval beside a line at 0; returns the path of the PNG."""
+    figure = _figure(8, 1.5 + 0.4 * len(bars))
+    ax = figure.subplots()
+    for i, (value, low, high) in enumerate(bars.values()):
+        ax.errorbar(
+            value, i, xerr=[[value - low], [high - value]], color="C0", marker="o", capsize=4
+        )
+    ax.axvline(0, color="black", linewidth=1)
+    ax.set_yticks(range(len(bars)), list(bars))
+    ax.invert_yaxis()
+    ax.set_title(title)
+    ax.set_xlabel(xlabel)
+    ax.grid(axis="x", alpha=0.3)
     return _save(figure, png)
 
 

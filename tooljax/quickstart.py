@@ -1,8 +1,9 @@
 """The whole job on a laptop: `make quickstart`.
 
 Generates multi-step arithmetic, builds a small decoder and its tokenizer, cold-starts it on imperfect demonstrations,
-trains it with GRPO through a real sidecar with a calculator, and ends with a table on held-out problems: before, after,
-and after with the calculator withheld. Nothing is downloaded. Run again, it goes on where it was.
+trains it with GRPO through a real sidecar with a calculator, and ends with a table on held-out problems: the cold
+start, what training made of it, and that with the calculator withheld or in a single turn. Nothing is downloaded. Run
+again, it goes on where it was.
 """
 
 import argparse
@@ -15,11 +16,12 @@ from pathlib import Path
 from rich.console import Console
 
 from rollout_sidecar.client import SidecarError
-from rollout_sidecar.protocol import decode, encode
 from tooljax.checkpoint import CheckpointError
 from tooljax.config import Config, parse_args
 from tooljax.data.prepare import arithmetic
-from tooljax.evaluate import Evaluation, evaluate, held_out_tasks, table
+from tooljax.evaluate import compare, held_out_tasks, report_folder, show
+from tooljax.evaluation.comparison import Comparison
+from tooljax.evaluation.report import write_report
 from tooljax.model import tiny
 from tooljax.rollouts import InterruptedRollout, Sidecars, open_sidecars
 from tooljax.sft import cold_start
@@ -39,16 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = prepare(config, console)
         with open_sidecars(config) as sidecars:
-            rows = run(config, sidecars, console)
+            comparison = run(config, sidecars, console)
     except InterruptedRollout:
-        rows = None
+        comparison = None
     except (ValueError, SidecarError, CheckpointError, OSError) as error:
         print(f"tooljax.quickstart: {error}", file=sys.stderr)
         return 1
-    if rows is None:
+    if comparison is None:
         print("interrupted; run the same command to go on", file=sys.stderr)
         return 130
-    report(config, rows, console)
+    report(config, comparison, console)
     console.print(f"total {(time.monotonic() - started) / 60:.1f} minutes")
     return 0
 
@@ -83,40 +85,26 @@ def prepare(config: Config, console: Console) -> Config:
     return replace(config, model=replace(config.model, path=str(started)))
 
 
-def run(
-    config: Config, sidecars: Sidecars, console: Console
-) -> list[tuple[str, Evaluation]] | None:
-    """Evaluates, trains, evaluates; None if it was interrupted."""
-    tasks = held_out_tasks(config)
-    before = _before(config, sidecars, tasks)
+def run(config: Config, sidecars: Sidecars, console: Console) -> Comparison | None:
+    """Trains, then compares; None if it was interrupted."""
     console.print("[bold]4/4[/] training with GRPO through the sidecar")
     if train(config, sidecars) < config.run.steps:
         return None
-    return [
-        ("before (cold start)", before),
-        ("after", evaluate(config, sidecars, tasks)),
-        ("after, tool withheld", evaluate(config, sidecars, tasks, with_tools=False)),
-    ]
+    tasks = held_out_tasks(config)
+    comparison = compare(config, sidecars, tasks)
+    write_report(config, comparison, tasks, report_folder(config))
+    return comparison
 
 
-def report(config: Config, rows: list[tuple[str, Evaluation]], console: Console) -> None:
+def report(config: Config, comparison: Comparison, console: Console) -> None:
     """Prints the table and where to look further."""
     run_dir = Path(config.run.dir)
-    console.print(table(rows))
-    extremes = write_best_and_worst(run_dir, rows[1][1].trajectories, count=10)
+    show(comparison, console)
+    extremes = write_best_and_worst(run_dir, comparison.reference.evaluation.trajectories, count=10)
+    console.print(f"report: {report_folder(config) / 'report.html'}", soft_wrap=True)
     console.print(f"TensorBoard: tensorboard --logdir {run_dir / 'tensorboard'}", soft_wrap=True)
     console.print(f"learning curve: {run_dir / 'learning_curve.png'}", soft_wrap=True)
     console.print(f"ten best and ten worst trajectories: {extremes}", soft_wrap=True)
-
-
-def _before(config: Config, sidecars: Sidecars, tasks: list) -> Evaluation:
-    """The evaluation of the cold start, kept in a file: a run that goes on no longer serves those weights."""
-    kept = Path(config.run.dir) / "before.json"
-    if kept.exists():
-        return decode(kept.read_bytes(), "application/json", Evaluation)
-    before = evaluate(config, sidecars, tasks)
-    kept.write_bytes(encode(before, "application/json"))
-    return before
 
 
 def _check_same_seed(run_dir: Path, seed: int) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints: bit-exact round trips, pruning, damage, mismatches and a full disk."""
 
+import json
 import logging
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tooljax.checkpoint import Checkpointer, CheckpointError
+from tooljax.checkpoint import Best, Checkpointer, CheckpointError
 from tooljax.model.decoder import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(
@@ -246,3 +247,42 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(small_disk, block
         subprocess.run(["rm", "-r", str(small_disk / "ck" / "1")], check=True)
         checkpoints.save(3, states[2], {"n": 3})
         assert restored(checkpoints, states[0])[0] == 3
+
+
+# --- the best step ----------------------------------------------------------------------------------------------
+
+
+def test_the_best_step_outlives_newer_ones_until_another_is_better(tmp_path):
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.best() is None
+        checkpoints.save(1, weights(1.0), {"at": 1})
+        checkpoints.mark_best(Best(1, "eval/accuracy", 0.5))
+        for step in (2, 3, 4):
+            checkpoints.save(step, weights(float(step)), {"at": step})
+        assert checkpoints.steps() == [1, 3, 4]
+    text = (tmp_path / "best.json").read_text()
+    assert json.loads(text) == {"step": 1, "metric": "eval/accuracy", "value": 0.5}
+    # Another process, such as an evaluation of the run.
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        best = checkpoints.best()
+        assert best == Best(1, "eval/accuracy", 0.5)
+        found = checkpoints.restore(weights(0.0), step=best.step)
+        assert found is not None
+        assert (found[0], found[2]) == (1, {"at": 1})
+        np.testing.assert_array_equal(found[1]["w"], np.ones(4))
+        assert restored(checkpoints, weights(0.0))[0] == 4  # a run goes on with the newest
+        assert checkpoints.restore(weights(0.0), step=2) is None
+        checkpoints.mark_best(Best(3, "eval/accuracy", 0.75))
+        checkpoints.save(5, weights(5.0), {})
+        assert checkpoints.steps() == [3, 4, 5]
+
+
+def test_only_a_saved_step_can_be_the_best(tmp_path):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, weights(1.0), {})
+        with pytest.raises(CheckpointError, match=r"step 2 of .* is not saved"):
+            checkpoints.mark_best(Best(2, "eval/accuracy", 0.5))
+        for text in ("", "{", '{"step": 9, "metric": "eval/accuracy", "value": 1}', "[1]"):
+            (tmp_path / "best.json").write_text(text)
+            assert checkpoints.best() is None
+        checkpoints.save(2, weights(2.0), {})

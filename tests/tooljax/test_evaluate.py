@@ -18,8 +18,10 @@ from rollout_sidecar.protocol import Limits, SamplingParams, Task, Trajectory, d
 from rollout_sidecar.tools.calculator import CalculatorTool
 from tooljax.config import Config
 from tooljax.config.schema import EvaluateConfig, LimitsConfig, RunConfig, SamplingConfig
-from tooljax.evaluate import Evaluation, evaluate, is_correct, limits, main, replace_tools, sampling
-from tooljax.evaluate import table as make_table
+from tooljax.evaluate import evaluate, limits, main, sampling, show
+from tooljax.evaluation.comparison import Comparison, Measured
+from tooljax.evaluation.conditions import Condition, replace_tools
+from tooljax.evaluation.result import Evaluation, is_correct
 from tooljax.metrics import check_names
 from tooljax.rollouts import Sidecars
 from tooljax.train import Run
@@ -72,20 +74,26 @@ def test_the_tools_are_what_makes_the_difference_and_nothing_else_is_changed(tok
     with serve(tokenizer, honest(tokenizer), count=2, tools=tools) as served:
         with Sidecars([one.url for one in served], token=None, timeout_s=30.0) as sidecars:
             with_tools = evaluate(small(samples=2), sidecars, tasks)
-            without = evaluate(small(samples=2), sidecars, tasks, with_tools=False)
+            withheld = Condition("served", "no_tools")
+            without = evaluate(small(samples=2), sidecars, tasks, withheld)
+            once = evaluate(small(samples=2), sidecars, tasks, Condition("served", "single_turn"))
         sampling_used = [request.sampling for one in served for request in one.engine.requests]
         prompts = [text for one in served for text in one.prompts()]
-    assert (with_tools.correct, with_tools.accuracy) == (12, 1.0)
-    assert (without.correct, without.accuracy) == (0, 0.0)
+    assert with_tools.correct == [[True, True]] * 6
+    assert without.correct == once.correct == [[False, False]] * 6
+    assert (with_tools.accuracy, without.accuracy) == (1.0, 0.0)
+    assert once.metrics["eval/rollout/turns/mean"] == 1.0
+    assert once.metrics["eval/rollout/status/max_turns_frac"] == 1.0
     assert with_tools.metrics["eval/accuracy"] == 1.0
     assert with_tools.metrics["eval/tools/use_rate"] == 1.0
     assert without.metrics["eval/tools/use_rate"] == 0.0
-    assert sum("calculator(" in text for text in prompts) == len(prompts) / 2 == 12
+    assert ["calculator(" in text for text in prompts].count(True) == 24
+    assert len(prompts) == 36
     assert all(used == SamplingParams(temperature=0.0) for used in sampling_used)
     check_names(with_tools.metrics)
     # Paired: the same draws in both, and none that a training step (a small number in place of 2**32) makes.
     seeds = [[derive_seed(5, 2**32, i, s)] for i in range(6) for s in range(2)]
-    for evaluation in (with_tools, without):
+    for evaluation in (with_tools, without, once):
         assert [[t.seed] for t in evaluation.trajectories] == seeds
         assert [t.task_id for t in evaluation.trajectories] == [
             f"t{i}" for i in range(6) for _ in range(2)
@@ -152,25 +160,38 @@ def test_every_limit_and_sampling_setting_reaches_the_wire():
 
 
 def test_the_table_shows_each_policy_with_its_interval():
-    trajectory = Trajectory(task_index=0, sample_index=0, task_id="t", seed=0, status="completed")
-    metrics = {
-        "eval/tools/use_rate": 0.75,
-        "eval/tools/valid_call_rate": 0.5,
-        "eval/rollout/turns/mean": 1.9,
-    }
-    rows = [
-        ("before", Evaluation([trajectory] * 10, 4, metrics)),
-        ("after, tool withheld", Evaluation([trajectory] * 10, 10, {})),
-    ]
+    def problems(right: int) -> list[list[Trajectory]]:
+        return [
+            [
+                Trajectory(
+                    task_index=i,
+                    sample_index=0,
+                    task_id="t",
+                    seed=0,
+                    status="completed",
+                    reward=float(i < right),
+                )
+            ]
+            for i in range(10)
+        ]
+
+    comparison = Comparison(
+        [
+            Measured(Condition("base"), Evaluation(problems(4))),
+            Measured(Condition("trained"), Evaluation(problems(10))),
+        ],
+        note="[bold]not markup[/]",
+    )
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(make_table(rows))
+    show(comparison, console)
     text = console.export_text()
     assert "10 held-out trajectories" in text
     lines = [line.replace("│", " ").split() for line in text.splitlines()]
     # Wilson, 95 %: 4 of 10 is 0.168 to 0.687, 10 of 10 is 0.722 to 1.
-    assert ["before", "0.400", "0.168", "to", "0.687", "0.75", "0.50", "1.9"] in lines
-    withheld = ["after,", "tool", "withheld"]
-    assert [*withheld, "1.000", "0.722", "to", "1.000", "0.00", "0.00", "0.0"] in lines
+    assert ["base", "0.400", "0.168", "to", "0.687", "0.00", "0.00", "0.0"] in lines
+    assert ["trained", "1.000", "0.722", "to", "1.000", "0.00", "0.00", "0.0"] in lines
+    assert "trained less base: accuracy +0.600 (+0.300 to +0.900)" in text
+    assert "[bold]not markup[/]" in text
 
 
 def records(folder, count: int):
@@ -195,13 +216,17 @@ def test_the_command_prints_both_rows(tokenizer, tmp_path, capsys):
             f"sidecar.urls=('{served[0].url}',)",
             f"data.eval=('{records(tmp_path, 3)}',)",
             "evaluate.max_tasks=2",
+            f"run.dir={tmp_path / 'run'}",
         ]
         assert main([part for setting in settings for part in ("--set", setting)]) == 0
     out = capsys.readouterr().out
     assert "2 held-out trajectories" in out
-    rows = {" ".join(line.split()[1:3]): line for line in out.splitlines() if "│" in line}
-    assert " 1.000 " in rows["with tools"]
-    assert " 0.000 " in rows["tools withheld"]
+    rows = {line.split("│")[1].strip(): line for line in out.splitlines() if "│" in line}
+    assert " 1.000 " in rows["served"]
+    assert " 0.000 " in rows["served, tools withheld"]
+    assert " 0.000 " in rows["served, single turn"]
+    assert "model.path is empty: what the sidecars serve was measured as it is." in out
+    assert (tmp_path / "run" / "evaluation" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(("dry", "code"), [(["--dry_run"], 2), ([], 1)])

@@ -10,7 +10,8 @@ from rollout_sidecar.protocol import Limits, RewardWeights, SamplingParams, Task
 from rollout_sidecar.tools.calculator import CalculatorTool
 from tooljax.config import Config, ConfigError, load_config
 from tooljax.config.schema import EvaluateConfig, LimitsConfig, RewardConfig
-from tooljax.evaluate import Evaluation, evaluate, is_correct, reward_weights
+from tooljax.evaluate import evaluate, reward_weights
+from tooljax.evaluation.result import Evaluation, is_correct
 from tooljax.metrics import check_names, rollout_metrics
 from tooljax.rollouts import Sidecars
 
@@ -141,9 +142,9 @@ def test_without_a_reward_there_is_no_mean():
 def test_unscored_trajectories_are_neither_right_nor_wrong():
     unscored = trajectory(scored=False)
     assert not is_correct(unscored)
-    evaluation = Evaluation([trajectory(1.0), trajectory(1.0), trajectory(0.0), unscored], 2, {})
+    evaluation = Evaluation([[trajectory(1.0), trajectory(1.0)], [trajectory(0.0), unscored]])
     assert evaluation.accuracy == pytest.approx(2 / 3)
-    nothing = Evaluation([unscored], 0, {})
+    nothing = Evaluation([[unscored]])
     assert math.isnan(nothing.accuracy)
     assert nothing.interval == (0.0, 1.0)
 

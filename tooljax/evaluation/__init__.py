@@ -1,0 +1,1 @@
+"""What `tooljax.evaluate` makes of trajectories: numbers with intervals, comparisons, and a report."""
