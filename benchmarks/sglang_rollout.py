@@ -276,7 +276,13 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Played],
                 if not args.profile:
                     await engine._forget_prefixes()
                     driven.append(await bare(engine, warm.trajectories, args.at_once))
+                    _show_round(number, served[-1], driven[-1])
     return served, driven
+
+
+def _show_round(number: int, served: Played, driven: Played) -> None:
+    rates = [played.sampled / played.seconds for played in (served, driven)]
+    print(f"round {number}: {rates[0]:,.0f} tokens/s, bare {rates[1]:,.0f}", flush=True)
 
 
 def _options(args: argparse.Namespace) -> SglangOptions:

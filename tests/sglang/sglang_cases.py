@@ -48,9 +48,19 @@ def dtype() -> str:
     return "bfloat16" if on_gpu() else "float32"
 
 
-def log_prob_tolerance() -> float:
-    """On a CPU 1.3e-5 was measured against transformers. In bfloat16 on a GPU the largest of some hundreds was 0.1."""
-    return 0.25 if on_gpu() else 1e-3
+def assert_log_probs_agree(found: Sequence[float], expected: Sequence[float]) -> None:
+    """Those of an engine and those of the float32 reference, for the same tokens.
+
+    On a CPU 1.3e-5 was measured. In bfloat16 a logit of 30 is rounded by 0.06, and where a cut falls between two tokens
+    of nearly equal rank the reference may have none: most must be near, not all. Other weights are off by nats.
+    """
+    assert len(found) == len(expected)
+    off = np.abs(np.asarray(found) - np.asarray(expected))
+    if not on_gpu():
+        assert np.all(off <= 1e-3), f"off by up to {off.max()} nats"
+        return
+    assert np.median(off) <= 0.1, f"off by {np.median(off)} nats in the median"
+    assert np.mean(off <= 0.3) >= 0.9, f"of {len(off)} log-probs off: {np.sort(off)[::-1][:20]}"
 
 
 def engine_extra() -> dict[str, Any]:

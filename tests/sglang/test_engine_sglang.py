@@ -16,9 +16,9 @@ import pytest_asyncio
 from sglang_cases import (
     PROMPT,
     STOP,
+    assert_log_probs_agree,
     dtype,
     engine_extra,
-    log_prob_tolerance,
     make_model,
     only_llama,
     pushed,
@@ -72,7 +72,7 @@ async def served(model_folder):
 
 def assert_log_probs(result, model, prompt=PROMPT, **sampling):
     expected = reference_log_probs(model, prompt, result.token_ids, **sampling)
-    np.testing.assert_allclose(result.log_probs, expected, atol=log_prob_tolerance())
+    assert_log_probs_agree(result.log_probs, expected)
 
 
 async def test_log_probs_are_those_of_the_weights(served):
@@ -146,9 +146,7 @@ async def test_weights_are_swapped_between_two_tokens(served, tmp_path):
             context = PROMPT + result.token_ids[: span.start]
             tokens = result.token_ids[span.start : span.end]
             expected = reference_log_probs(weights, context, tokens)
-            np.testing.assert_allclose(
-                result.log_probs[span.start : span.end], expected, atol=log_prob_tolerance()
-            )
+            assert_log_probs_agree(result.log_probs[span.start : span.end], expected)
     # No prefix of the old version is read any more, and going back works as well.
     after = await engine.generate(request(9))
     assert_log_probs(after, other)

@@ -8,9 +8,9 @@ import pytest
 import pytest_asyncio
 from sglang_cases import (
     PROMPT,
+    assert_log_probs_agree,
     dtype,
     engine_extra,
-    log_prob_tolerance,
     make_model,
     on_gpu,
     only_llama,
@@ -136,14 +136,14 @@ async def test_memory_is_released_and_comes_back_with_a_push(served):
     assert await engine.altered_tensors(tensors) == []
     for result in await asyncio.gather(*running):
         expected = reference_log_probs(model, PROMPT, result.token_ids)
-        np.testing.assert_allclose(result.log_probs, expected, atol=log_prob_tolerance())
+        assert_log_probs_agree(result.log_probs, expected)
     for _ in range(3):
         await engine.release_memory()
         await engine.resume_memory()
         await engine.load_weights(tensors, engine.policy_version + 1)
     after = await engine.generate(request(9))
     expected = reference_log_probs(model, PROMPT, after.token_ids)
-    np.testing.assert_allclose(after.log_probs, expected, atol=log_prob_tolerance())
+    assert_log_probs_agree(after.log_probs, expected)
 
 
 async def test_what_comes_while_memory_is_released_waits(served):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from calling_model import ANSWERS, CALL, MESSAGES, STOPS, CallingModel, make_calling_model
 from served_process import ServedProcess
-from sglang_cases import log_prob_tolerance, real, reference_log_probs, tensors_of
+from sglang_cases import assert_log_probs_agree, real, reference_log_probs, tensors_of
 
 from rollout_sidecar.client import SidecarClient
 from rollout_sidecar.protocol import (
@@ -82,10 +82,8 @@ def assert_sampled_by(trajectory: Trajectory, model, *, temperature: float = 1.0
     ids = trajectory.token_ids
     expected = [0.0, *reference_log_probs(model, ids[:1], ids[1:], temperature)]
     mask = np.array(trajectory.loss_mask)
-    np.testing.assert_allclose(
-        np.array(trajectory.rollout_log_probs)[mask],
-        np.array(expected)[mask],
-        atol=log_prob_tolerance(),
+    assert_log_probs_agree(
+        np.array(trajectory.rollout_log_probs)[mask].tolist(), np.array(expected)[mask].tolist()
     )
     assert not np.array(trajectory.rollout_log_probs)[~mask].any()
 
