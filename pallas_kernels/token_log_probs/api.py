@@ -42,6 +42,7 @@ def token_log_probs(
     targets: Int[Array, " tokens"],
     *,
     bias: Float[Array, " vocab"] | None = None,
+    master: Float[Array, "..."] | None = None,
     temperature: float | Float[Array, ""] | Float[Array, " tokens"] = 1.0,
     soft_cap: float | None = None,
     valid: Bool[Array, " tokens"] | None = None,
@@ -59,6 +60,8 @@ def token_log_probs(
     float32. Tokens that are not valid give exactly 0 and no gradient, whatever else they hold. The target of a valid
     token must be in [0, vocab): others give a log-prob of NaN.
 
+    `master` are the float32 weights that a bfloat16 `head` was rounded from, or an array like them: it is not read. The
+    head's gradient goes to it in float32, as it was summed, and none goes to `head`.
     `head_axes` is "vocab embed" (a tied embedding) or "embed vocab". With `entropy=False` it is not computed.
     `shards` says how tokens and vocabulary are spread over devices: see Shards. Targets count from the first shard.
     `implementation` names one of "gpu", "tpu", "chunked", "reference"; None takes the first that can serve.
@@ -66,10 +69,10 @@ def token_log_probs(
 
     ValueError: arguments that do not fit. NotImplementedError: the implementation asked for cannot serve them.
     """
-    rows = _rows(hidden, head, targets, bias, temperature, soft_cap, valid, head_axes)
+    rows = _rows(hidden, head, targets, bias, master, temperature, soft_cap, valid, head_axes)
     problem = Problem(head_axes == "vocab embed", soft_cap, entropy, shards, chunk_tokens)
     module = _chosen(implementation, problem, hidden, head, bias)
-    out = _per_token(module, problem, hidden, (head, bias), rows)
+    out = _per_token(module, problem, hidden, (head, bias), master, rows)
     return _named(out)
 
 
@@ -81,6 +84,7 @@ def token_loss(
     targets: Int[Array, " tokens"],
     *,
     bias: Float[Array, " vocab"] | None = None,
+    master: Float[Array, "..."] | None = None,
     temperature: float | Float[Array, ""] | Float[Array, " tokens"] = 1.0,
     soft_cap: float | None = None,
     valid: Bool[Array, " tokens"] | None = None,
@@ -98,21 +102,21 @@ def token_loss(
     gradient is computed for a cotangent of 1 and multiplied by the real one: put weights and denominators in `given`.
 
     6 tokens x embed x vocab operations in all, where value and gradient of token_log_probs take 8. Keeps the head's
-    gradient in float32 until the backward pass. `loss_of` must be the same function, or an equal one, for JAX not to
-    compile anew. The other arguments are those of token_log_probs; inside a shard_map the loss is summed over tokens'
-    shards, and a gradient is to be taken there too.
+    gradient in float32 until the backward pass: with `master` that is the result, without it one more array.
+    `loss_of` must be the same function, or an equal one, for JAX not to compile anew. The other arguments are those of
+    token_log_probs; inside a shard_map the loss is summed over tokens' shards, and a gradient is to be taken there too.
     """
-    rows = _rows(hidden, head, targets, bias, temperature, soft_cap, valid, head_axes)
+    rows = _rows(hidden, head, targets, bias, master, temperature, soft_cap, valid, head_axes)
     problem = Problem(head_axes == "vocab embed", soft_cap, entropy, shards, chunk_tokens)
     module = _chosen(implementation, problem, hidden, head, bias)
     given = jax.lax.stop_gradient(given)
     if module is reference or hidden.shape[0] == 0:
-        out = _per_token(module, problem, hidden, (head, bias), rows)
+        out = _per_token(module, problem, hidden, (head, bias), master, rows)
         losses = loss_of(out["log_prob"], given)
         loss = jnp.sum(losses if valid is None else jnp.where(valid, losses, 0.0))
     else:
         call = op.Call(module, problem)
-        both: Any = op.loss_sum(call, loss_of, hidden, (head, bias), rows, given)
+        both: Any = op.loss_sum(call, loss_of, hidden, (head, bias), master, rows, given)
         loss, out = both
     out = jax.lax.stop_gradient(out)
     return loss, _named(out)
@@ -123,13 +127,16 @@ def _named(out: Rows) -> TokenLogProbs:
     return TokenLogProbs(out["log_prob"], out["log_normaliser"], out.get("entropy", missing))
 
 
-def _per_token(module, problem: Problem, hidden: Array, head: Head, rows: Rows) -> Rows:
-    if module is reference or hidden.shape[0] == 0:
-        return reference.per_token(problem, hidden, head, rows)
-    return op.per_token(op.Call(module, problem), hidden, head, rows)
+def _per_token(module, problem: Problem, hidden, head: Head, master, rows: Rows) -> Rows:
+    if module is not reference and hidden.shape[0]:
+        return op.per_token(op.Call(module, problem), hidden, head, master, rows)
+    if master is not None:
+        weights = jax.lax.stop_gradient(head[0].astype(master.dtype))
+        head = (weights + (master - jax.lax.stop_gradient(master)), head[1])
+    return reference.per_token(problem, hidden, head, rows)
 
 
-def _rows(hidden, head, targets, bias, temperature, soft_cap, valid, head_axes) -> Rows:
+def _rows(hidden, head, targets, bias, master, temperature, soft_cap, valid, head_axes) -> Rows:
     """Checks the arguments; targets, scale and valid."""
     tokens = hidden.shape[0]
     if head_axes not in ("vocab embed", "embed vocab"):
@@ -141,6 +148,8 @@ def _rows(hidden, head, targets, bias, temperature, soft_cap, valid, head_axes) 
         )
     if bias is not None and bias.shape != (head.size // hidden.shape[1],):
         raise ValueError(f"bias {bias.shape} does not fit head {head.shape}; it is [vocab]")
+    if master is not None and master.shape != head.shape:
+        raise ValueError(f"master {master.shape} must have the shape of head {head.shape}")
     if hidden.dtype != head.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype} but head is {head.dtype}; cast one to the other's dtype"

@@ -41,18 +41,21 @@ class Call(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def per_token(call: Call, hidden: Array, head: Head, rows: Rows) -> Rows:
-    """log_prob, log_normaliser and (if asked for) entropy."""
-    return _forward(call, hidden, head, rows)[0]
+def per_token(call: Call, hidden: Array, head: Head, master: Array | None, rows: Rows) -> Rows:
+    """log_prob, log_normaliser and (if asked for) entropy.
+
+    `master` is not read. If given, it takes the place of the head in the gradient.
+    """
+    return _forward(call, hidden, head, master, rows)[0]
 
 
-def _forward(call: Call, hidden: Array, head: Head, rows: Rows):
+def _forward(call: Call, hidden: Array, head: Head, master: Array | None, rows: Rows):
     out = _spread(call, _forward_shard, "tokens")(hidden, head, rows)
     kept = {name: out.pop(name) for name in ("highest", "log_total")}
     result = dict(out)
     if call.problem.entropy:
         kept["entropy"] = out["entropy"]
-    return result, (hidden, head, rows, kept)
+    return result, (hidden, head, _like(master), rows, kept)
 
 
 def _forward_shard(call: Call, hidden: Array, head: Head, rows: Rows) -> Rows:
@@ -66,10 +69,10 @@ def _forward_shard(call: Call, hidden: Array, head: Head, rows: Rows) -> Rows:
 
 
 def _backward(call: Call, saved, cotangents: Rows):
-    hidden, head, rows, kept = saved
+    hidden, head, master, rows, kept = saved
     given = rows | kept | {f"d_{name}": value for name, value in cotangents.items()}
     gradients = _spread(call, _backward_shard, "gradients")(hidden, head, given)
-    return gradients.hidden, _in_dtype(head, gradients), None
+    return gradients.hidden, *_in_dtypes(head, master, gradients), None
 
 
 def _backward_shard(call: Call, hidden: Array, head: Head, rows: Rows) -> Gradients:
@@ -92,9 +95,11 @@ per_token.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def loss_sum(call: Call, loss_of, hidden: Array, head: Head, rows: Rows, given: Any):
+def loss_sum(
+    call: Call, loss_of, hidden: Array, head: Head, master: Array | None, rows: Rows, given: Any
+):
     """Sum over valid tokens of loss_of(log_probs, given), and the values per token (no gradient)."""
-    out: Any = per_token(call, hidden, head, rows)
+    out: Any = per_token(call, hidden, head, master, rows)
     return _total_loss(call, loss_of, out["log_prob"], rows, given), out
 
 
@@ -104,11 +109,13 @@ def _total_loss(call: Call, loss_of, log_prob: Array, rows: Rows, given: Any) ->
     return lax.psum(loss, shards.tokens) if shards.tokens and shards.mesh is None else loss
 
 
-def _fused_forward(call: Call, loss_of, hidden: Array, head: Head, rows: Rows, given: Any):
+def _fused_forward(
+    call: Call, loss_of, hidden: Array, head: Head, master: Array | None, rows: Rows, given: Any
+):
     shard = partial(_fused_shard, loss_of=loss_of)
     gradients, out = _spread(call, shard, "both")(hidden, head, rows | {"given": given})
     loss = _total_loss(call, loss_of, out["log_prob"], rows, given)
-    return (loss, out), (gradients, head)
+    return (loss, out), (gradients, head, _like(master))
 
 
 def _fused_shard(call: Call, hidden: Array, head: Head, rows: Rows, *, loss_of):
@@ -128,10 +135,10 @@ def _fused_shard(call: Call, hidden: Array, head: Head, rows: Rows, *, loss_of):
 
 def _fused_backward(call: Call, loss_of, saved, cotangents):
     del call, loss_of
-    gradients, head = saved
+    gradients, head, master = saved
     scale = cotangents[0]
     scaled = jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), gradients)
-    return scaled.hidden, _in_dtype(head, scaled), None, None
+    return scaled.hidden, *_in_dtypes(head, master, scaled), None, None
 
 
 loss_sum.defvjp(_fused_forward, _fused_backward)
@@ -198,10 +205,18 @@ def _summed(problem: Problem, gradients: Gradients, hidden: Array) -> Gradients:
     return Gradients(d_hidden.astype(hidden.dtype), *d_head)
 
 
-def _in_dtype(head: Head, gradients: Gradients) -> Head:
+def _in_dtypes(head: Head, master: Array | None, gradients: Gradients) -> tuple[Any, Array | None]:
+    """Cotangents of head and of master."""
     weights, bias = head
     d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
-    return gradients.head.astype(weights.dtype), d_bias
+    if master is None:
+        return (gradients.head.astype(weights.dtype), d_bias), None
+    return (None, d_bias), gradients.head.astype(master.dtype)
+
+
+def _like(master: Array | None) -> Array | None:
+    """An empty array of its dtype: all that the backward pass needs to know of it."""
+    return None if master is None else jnp.zeros((0,), master.dtype)
 
 
 def _masked(rows: Rows, values: Array) -> Array:

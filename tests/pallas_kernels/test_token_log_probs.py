@@ -133,7 +133,7 @@ def test_the_chooser_goes_on_after_not_implemented_and_stops_at_value_errors(mon
     class Cannot:
         @staticmethod
         def check(*_):
-            raise NotImplementedError("needs a TPU")
+            raise NotImplementedError("needs an NPU")
 
     class Wrong:
         @staticmethod
@@ -143,11 +143,11 @@ def test_the_chooser_goes_on_after_not_implemented_and_stops_at_value_errors(mon
     given = inputs(SMALL_SHAPES["one_token"])
     usual = api._IMPLEMENTATIONS
     expected = token_log_probs(**given, implementation="chunked").log_prob
-    monkeypatch.setattr(api, "_IMPLEMENTATIONS", {"tpu": Cannot, **usual})
+    monkeypatch.setattr(api, "_IMPLEMENTATIONS", {"npu": Cannot, **usual})
     np.testing.assert_array_equal(token_log_probs(**given).log_prob, expected)
-    with pytest.raises(NotImplementedError, match=r"can serve: \['tpu: needs a TPU'\]"):
-        token_log_probs(**given, implementation="tpu")
-    monkeypatch.setattr(api, "_IMPLEMENTATIONS", {"tpu": Wrong, **usual})
+    with pytest.raises(NotImplementedError, match=r"can serve: \['npu: needs an NPU'\]"):
+        token_log_probs(**given, implementation="npu")
+    monkeypatch.setattr(api, "_IMPLEMENTATIONS", {"npu": Wrong, **usual})
     with pytest.raises(ValueError, match="vocab 5 is wrong"):
         token_log_probs(**given)
 

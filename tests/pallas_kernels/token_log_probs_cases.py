@@ -287,6 +287,29 @@ class TokenLogProbsCases:
         found = np.asarray(self.call(**given).log_prob)
         assert np.isnan(found).tolist() == [True, False]
 
+    def test_master_weights_take_the_gradient_in_float32_and_are_not_read(self):
+        given = inputs(self.small)
+        shape = self.small
+        values = {name: jnp.ones(shape.tokens, jnp.float32) for name in ("weight", "more")}
+
+        def one_pass(head, master):
+            return self.loss(values, **(given | {"head": head, "master": master}))[0]
+
+        def two_passes(head, master):
+            out = self.call(**(given | {"head": head, "master": master}))
+            return jnp.sum(jnp.where(given["valid"], loss_of(out.log_prob, values), 0.0))
+
+        # What is read would be seen: the reference alone adds it, minus itself.
+        junk = 7.0 if self.implementation == "reference" else jnp.nan
+        master = jnp.full(given["head"].shape, junk, jnp.float32)
+        log_probs = Exact(**given).values.log_prob
+        expected = Exact(**given).gradients(0.1 * np.exp(0.1 * log_probs) + 1)[1]
+        for loss in (one_pass, two_passes):
+            to_head, found = jax.jit(jax.grad(loss, argnums=(0, 1)))(given["head"], master)
+            assert found.dtype == jnp.float32
+            assert relative_error(found, expected) < GRADIENT_ERROR[shape.dtype]
+            np.testing.assert_array_equal(np.asarray(to_head, np.float32), 0)
+
     # --- transformations --------------------------------------------------------------------------------------------
 
     def test_vmap_gives_the_values_and_gradients_of_a_loop(self):
