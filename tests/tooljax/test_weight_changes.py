@@ -1,5 +1,7 @@
 """Finding what changed on the devices: exact for every sharding, and given up where too much did."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tooljax.weights.changes import find_changes
+from tooljax.weights.changes import alike, find_changes
 
 
 def arrays(shape, changed, seed=0):
@@ -25,15 +27,54 @@ def on_device(bits, sharding=None):
     return array if sharding is None else jax.device_put(array, sharding)
 
 
-@pytest.mark.parametrize("changed", [0, 1, 5, 1024, 1500])
-def test_exactly_the_changes_are_found(changed):
-    old, new = arrays((40, 50), changed)
-    delta = find_changes(on_device(old), on_device(new), at_most=2000)
-    assert delta is not None
+def assert_found(changes, old, new):
+    assert changes is not None
+    delta = changes.delta()
     assert delta.positions.tolist() == np.flatnonzero(old != new).tolist()
     restored = old.reshape(-1).copy()
     delta.apply(restored)
     assert np.array_equal(restored, new.reshape(-1))
+
+
+@pytest.mark.parametrize("changed", [0, 1, 5, 1024, 1500, 2000])
+def test_exactly_the_changes_are_found(changed):
+    old, new = arrays((40, 50), changed)
+    (changes,) = find_changes([(on_device(old), on_device(new))], share=1.0)
+    assert_found(changes, old, new)
+
+
+def test_positions_lie_right_across_rows_words_and_blocks_of_marks():
+    old = np.zeros(3 * 4096 + 100, np.uint16)
+    new = old.copy()
+    edges = [0, 127, 128, 31 * 128, 4095, 4096, 4096 + 129, 2 * 4096 + 5, 3 * 4096, len(old) - 1]
+    new[edges] = np.arange(1, len(edges) + 1)
+    (changes,) = find_changes([(on_device(old), on_device(new))], share=1.0)
+    assert_found(changes, old, new)
+    delta = changes.delta()  # type: ignore[union-attr]
+    assert (delta.positions.tolist(), delta.moves.tolist()) == (edges, list(range(1, 11)))
+
+
+def test_arrays_of_one_shape_are_told_apart():
+    some = [arrays((40, 50), changed, seed) for seed, changed in enumerate((7, 0, 1900, 60))]
+    found = find_changes([(on_device(old), on_device(new)) for old, new in some], share=0.4)
+    assert found.pop(2) is None  # too many, which the others do not suffer from
+    del some[2]
+    for changes, (old, new) in zip(found, some, strict=True):
+        assert_found(changes, old, new)
+
+
+def test_the_next_push_compiles_nothing():
+    """Numbers of changes differ from push to push."""
+    from tooljax.weights import changes
+
+    programs: list[Any] = [changes._marks, changes._picked]
+
+    sizes = []
+    for seed, changed in enumerate((300, 310, 17, 1000)):
+        old, new = arrays((41, 53), changed, seed)
+        find_changes([(on_device(old), on_device(new))], share=1.0)
+        sizes.append([program._cache_size() for program in programs])
+    assert sizes == sizes[:1] * 4
 
 
 @pytest.mark.parametrize(
@@ -41,27 +82,40 @@ def test_exactly_the_changes_are_found(changed):
 )
 def test_shards_give_the_same_as_the_whole(spec):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
-    old, new = arrays((16, 24), 100)
+    some = [arrays((16, 24), changed, changed) for changed in (100, 1)]
     sharding = NamedSharding(mesh, spec)
-    delta = find_changes(on_device(old, sharding), on_device(new, sharding), at_most=384)
-    assert delta is not None
-    assert delta.positions.tolist() == np.flatnonzero(old != new).tolist()
-    restored = old.reshape(-1).copy()
-    delta.apply(restored)
-    assert np.array_equal(restored, new.reshape(-1))
+    pairs = [(on_device(old, sharding), on_device(new, sharding)) for old, new in some]
+    found = find_changes(pairs, share=1.0)
+    for changes, (old, new) in zip(found, some, strict=True):
+        assert_found(changes, old, new)
 
 
 def test_too_many_changes_are_not_fetched():
     old, new = arrays((40, 50), 101)
-    assert find_changes(on_device(old), on_device(new), at_most=100) is None
-    assert find_changes(on_device(old), on_device(new), at_most=101) is not None
+    pairs = [(on_device(old), on_device(new))]
+    assert find_changes(pairs, share=100 / 2000) == [None]
+    assert find_changes(pairs, share=101 / 2000) != [None]
 
 
 def test_bits_count_and_not_values():
     # 0.0 and -0.0 are equal, and two NaNs are not: bits are what is served.
     old = on_device(np.array([0x0000, 0x7FC0, 0x7FC0, 0x3F80], np.uint16))
     new = on_device(np.array([0x8000, 0x7FC0, 0x7FC1, 0x3F80], np.uint16))
-    delta = find_changes(old, new, at_most=4)
-    assert delta is not None
+    (changes,) = find_changes([(old, new)], share=1.0)
+    assert changes is not None
+    delta = changes.delta()
     assert delta.positions.tolist() == [0, 2]
     assert delta.moves.tolist() == [0x8000, 1]
+
+
+def test_groups_are_of_one_shape_dtype_and_sharding():
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    split = NamedSharding(mesh, P("x"))
+    new = {
+        "a": jnp.zeros((16, 4), jnp.bfloat16),
+        "large": jnp.zeros((64, 64), jnp.bfloat16),
+        "b": jnp.zeros((16, 4), jnp.bfloat16),
+        "half": jnp.zeros((16, 4), jnp.float16),
+        "split": jax.device_put(jnp.zeros((16, 4), jnp.bfloat16), split),
+    }
+    assert alike(new, new) == [["large"], ["a", "b"], ["half"], ["split"]]

@@ -1,47 +1,111 @@
-"""Which 16-bit elements of an array changed, found where the array is: one bit an element comes to the host, then the
-moves of those that changed."""
+"""Which 16-bit elements of arrays changed, found where the arrays are: only those come to the host, where they are and
+how far they moved.
+
+Arrays of one shape are compared in one call to a device, because every call, and every wait for an answer, costs more
+than reading a small array. Two calls are made: the first marks the changes, one bit an element, and counts them; the
+second, whose sizes come from a short ladder so that few are compiled, picks the marked elements.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from rollout_sidecar.weight_codec import Delta
 
 Index = tuple[slice, ...]
+Pair = tuple[jax.Array, jax.Array]
+Arrays = tuple[jax.Array, ...]
 
 LARGEST = 2**31 - 1
 """Elements of a shard that 32-bit positions can name."""
 
+AT_ONCE = 8
+"""Arrays that are compared in one call. More make a program longer to compile, fewer make more calls."""
 
-def find_changes(old: jax.Array, new: jax.Array, *, at_most: int) -> Delta | None:
-    """What changed from `old` to `new`; None if more than `at_most` elements did, or a shard is larger than LARGEST.
+SHARDS = P("shards")
 
-    Each shard is compared on its own device, so that a sharded array is gathered nowhere. Shapes, dtypes (of 2 bytes)
-    and shardings must agree. May run in several threads at once.
+BITS, LANES = 32, 128
+"""Marks are laid out in blocks of 32 rows of 128 elements, which the words of a block cross: bit k of word i is element
+i of row k. So every device reads whole rows."""
+
+
+class Part(NamedTuple):
+    """Changes in a shard, in no order."""
+
+    index: Index
+    """Where the shard lies in the whole."""
+    shape: tuple[int, ...]
+    positions: np.ndarray
+    """int32, in the flattened shard."""
+    moves: np.ndarray
+    """uint16."""
+
+
+class Changes(NamedTuple):
+    """Of one array, on the host."""
+
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+    def delta(self) -> Delta:
+        """In order."""
+        keys = [np.zeros(0, np.uint64)]
+        for part in self.parts:
+            at = _global_positions(part.positions, part.shape, part.index, self.shape)
+            keys.append((at.astype(np.uint64) << np.uint64(16)) | part.moves.astype(np.uint64))
+        key = np.concatenate(keys)
+        key.sort()
+        return Delta((key >> np.uint64(16)).astype(np.int64), key.astype(np.uint16))
+
+
+def find_changes(pairs: Sequence[Pair], *, share: float) -> list[Changes | None]:
+    """What changed from the first array of each pair to the second; None if more than that share of its elements did,
+    or a shard is larger than LARGEST.
+
+    Each shard is compared on its own device, so that a sharded array is gathered nowhere. All arrays must agree in
+    shape (of one dimension or more) and dtype (of 2 bytes), the first ones in their sharding, and the second ones. May
+    run in several threads at once.
     """
-    pairs = _shards(old, new)
-    if any(shard.size > LARGEST for _, _, shard in pairs):
-        return None
-    planes = [_changed_bits(before, after) for _, before, after in pairs]
-    for plane in planes:
-        plane.copy_to_host_async()
-    found = [_positions(np.asarray(plane)) for plane in planes]
-    if sum(len(positions) for positions in found) > at_most:
-        return None
-    moved = [
-        _moves(before, after, _padded(positions)) if len(positions) else None
-        for positions, (_, before, after) in zip(found, pairs, strict=True)
+    like = pairs[0][1]
+    shape = like.sharding.shard_shape(like.shape)
+    if math.prod(shape) > LARGEST:
+        return [None] * len(pairs)
+    indices, mesh, old, new = _local(pairs)
+    words, counts = _marks(old, new, mesh=mesh)
+    counted = np.asarray(counts)
+    few = counted.sum(axis=0, dtype=np.int64) <= int(share * like.size)
+    wanted = np.where(few, counted, np.int32(0))
+    parts: list[list[Part]] = [[] for _ in pairs]
+    if wanted.any():
+        size = min(_ladder(int(wanted.max())), math.prod(shape))
+        picked = _picked(words, old, new, mesh=mesh, size=size)
+        for array in picked:
+            array.copy_to_host_async()
+        positions, moves = map(np.asarray, picked)
+        for shard, index in enumerate(indices):
+            for number, count in enumerate(wanted[shard]):
+                at = shard, number, slice(count)
+                parts[number].append(Part(index, shape, positions[at], moves[at]))
+    return [Changes(like.shape, p) if ok else None for p, ok in zip(parts, few, strict=True)]
+
+
+def alike(old: Mapping[str, jax.Array], new: Mapping[str, jax.Array]) -> list[list[str]]:
+    """Names of arrays that find_changes takes at once. The most elements first, so that no thread is left with them."""
+    groups: dict[object, list[str]] = {}
+    for name, array in new.items():
+        key = array.shape, array.dtype, old[name].sharding, array.sharding
+        groups.setdefault(key, []).append(name)
+    pieces = [
+        names[i : i + AT_ONCE] for names in groups.values() for i in range(0, len(names), AT_ONCE)
     ]
-    at, by = [np.zeros(0, np.int64)], [np.zeros(0, np.uint16)]
-    for positions, moves, (index, shard, _) in zip(found, moved, pairs, strict=True):
-        if moves is not None:
-            at.append(_global_positions(positions, shard.shape, index, new.shape))
-            by.append(np.asarray(moves)[: len(positions)])
-    delta = Delta(np.concatenate(at), np.concatenate(by))
-    if len(pairs) == 1:
-        return delta
-    order = np.argsort(delta.positions, kind="stable")
-    return Delta(delta.positions[order], delta.moves[order])
+    return sorted(pieces, key=lambda names: -len(names) * new[names[0]].size)
 
 
 def bits(array: jax.Array) -> jax.Array:
@@ -49,49 +113,98 @@ def bits(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, jnp.uint16).reshape(-1)
 
 
-@jax.jit
-def _changed_bits(old: jax.Array, new: jax.Array) -> jax.Array:
-    """One bit an element: bit k of byte j is element k * len + j. Elementwise, so no device needs memory for it."""
-    changed = bits(old) != bits(new)
-    rows = jnp.pad(changed, (0, -changed.size % 8)).reshape(8, -1)
-    values = jnp.left_shift(jnp.uint8(1), jnp.arange(8, dtype=jnp.uint8))[:, None]
-    return jnp.sum(jnp.where(rows, values, jnp.uint8(0)), axis=0, dtype=jnp.uint8)
+@partial(jax.jit, static_argnames="mesh")
+def _marks(old: Arrays, new: Arrays, *, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """Words of marks [shards, arrays, words], and how many elements are marked [shards, arrays]."""
+
+    def of_shard(old: Arrays, new: Arrays) -> tuple[jax.Array, jax.Array]:
+        words = jnp.stack([_words(bits(a) != bits(b)) for a, b in zip(old, new, strict=True)])
+        return words[None], jnp.sum(_ones(words), axis=1)[None]
+
+    return _on_each(of_shard, mesh)(old, new)
 
 
-def _positions(plane: np.ndarray) -> np.ndarray:
-    """Where the bits are set, as `_changed_bits` numbers them. Ascending."""
-    if not plane.any():
-        return np.zeros(0, np.int64)
-    one = np.uint8(1)
-    rows = [np.flatnonzero(((plane >> np.uint8(k)) & one).view(bool)) for k in range(8)]
-    return np.concatenate([row + k * plane.size for k, row in enumerate(rows)])
+@partial(jax.jit, static_argnames=("mesh", "size"))
+def _picked(
+    words: jax.Array, old: Arrays, new: Arrays, *, mesh: Mesh, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Positions and moves [shards, arrays, size] of marked elements. What lies beyond their number means nothing."""
+
+    def of_shard(words: jax.Array, old: Arrays, new: Arrays) -> tuple[jax.Array, jax.Array]:
+        at = jax.vmap(partial(_positions, size=size))(words[0])
+        at = jnp.minimum(at, jnp.int32(new[0].size - 1))
+        moves = [bits(b)[i] - bits(a)[i] for a, b, i in zip(old, new, at, strict=True)]
+        return at[None], jnp.stack(moves)[None]
+
+    return _on_each(of_shard, mesh)(words, old, new)
 
 
-@jax.jit
-def _moves(old: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    return bits(new)[positions] - bits(old)[positions]
+def _words(marks: jax.Array) -> jax.Array:
+    """Packed as BITS says."""
+    rows = jnp.pad(marks, (0, -marks.size % (BITS * LANES))).reshape(-1, BITS, LANES)
+    values = jnp.left_shift(jnp.uint32(1), jnp.arange(BITS, dtype=jnp.uint32))[None, :, None]
+    words = jnp.where(rows, jnp.broadcast_to(values, rows.shape), jnp.uint32(0))
+    return jnp.sum(words, axis=1, dtype=jnp.uint32).reshape(-1)
 
 
-def _padded(positions: np.ndarray) -> np.ndarray:
-    """As int32, of a length from a short ladder, so that few are compiled."""
-    padded = np.zeros(_ladder(len(positions)), np.int32)
-    padded[: len(positions)] = positions
-    return padded
+def _ones(words: jax.Array) -> jax.Array:
+    return jnp.bitwise_count(words).astype(jnp.int32)
 
 
-def _shards(old: jax.Array, new: jax.Array) -> list[tuple[Index, jax.Array, jax.Array]]:
-    """One copy of every shard that this host holds: where it lies, and its data before and after."""
-    before = {shard.device: shard.data for shard in old.addressable_shards}
-    return [
-        (shard.index, before[shard.device], shard.data)
-        for shard in new.addressable_shards
-        if shard.replica_id == 0
-    ]
+def _positions(words: jax.Array, *, size: int) -> jax.Array:
+    """Where the first `size` marks are, word by word."""
+    ends = jnp.cumsum(_ones(words))
+    ranks = jnp.arange(size, dtype=jnp.int32)
+    at = jnp.searchsorted(ends, ranks, side="right").astype(jnp.int32)
+    at = jnp.minimum(at, jnp.int32(words.size - 1))
+    word = words[at]
+    bit = _nth_bit(word, ranks - (ends[at] - _ones(word)))
+    return at // LANES * (BITS * LANES) + bit * LANES + at % LANES
+
+
+def _nth_bit(value: jax.Array, rank: jax.Array) -> jax.Array:
+    """Which bit of a word is the one with `rank` set bits below it."""
+    at = jnp.zeros_like(rank)
+    for width in (16, 8, 4, 2, 1):
+        low = jnp.bitwise_count(value & jnp.uint32(2**width - 1)).astype(jnp.int32)
+        upper = rank >= low
+        value = jnp.where(upper, value >> jnp.uint32(width), value)
+        rank = jnp.where(upper, rank - low, rank)
+        at = jnp.where(upper, at + width, at)
+    return at
+
+
+def _on_each(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """On every device of the mesh, with what it holds."""
+    return jax.shard_map(function, mesh=mesh, in_specs=SHARDS, out_specs=SHARDS, check_vma=False)
+
+
+def _local(pairs: Sequence[Pair]) -> tuple[list[Index], Mesh, Arrays, Arrays]:
+    """One copy of every shard that this host holds, as arrays of these alone, end to end on a mesh of their own: where
+    each lies in the whole, the mesh, and the first and second arrays. Nothing is copied."""
+    like = pairs[0][1]
+    if len(like.sharding.device_set) == 1:  # without the time that making shards takes
+        mesh = Mesh(np.array(list(like.sharding.device_set)), ("shards",))
+        old, new = zip(*pairs, strict=True)
+        return [(slice(None),) * like.ndim], mesh, old, new
+    held = [shard for shard in like.addressable_shards if shard.replica_id == 0]
+    mesh = Mesh(np.array([shard.device for shard in held]), ("shards",))
+
+    def local(array: jax.Array) -> jax.Array:
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        here = [data[shard.device] for shard in held]
+        rows, *others = here[0].shape
+        return jax.make_array_from_single_device_arrays(
+            (len(held) * rows, *others), NamedSharding(mesh, SHARDS), here
+        )
+
+    old, new = (tuple(map(local, arrays)) for arrays in zip(*pairs, strict=True))
+    return [shard.index for shard in held], mesh, old, new
 
 
 def _ladder(count: int) -> int:
-    """The next power of 4, at least 1024."""
-    return max(1024, 4 ** ((count - 1).bit_length() // 2 + (count - 1).bit_length() % 2))
+    """The next power of 2, at least 1024."""
+    return max(1024, 1 << (count - 1).bit_length())
 
 
 def _global_positions(

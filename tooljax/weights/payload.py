@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,9 +18,9 @@ import numpy as np
 import xxhash
 
 from rollout_sidecar.protocol import TensorEntry, content_hash
-from rollout_sidecar.threads import in_threads
+from rollout_sidecar.threads import workers
 from rollout_sidecar.weight_codec import Delta, encode
-from tooljax.weights.changes import find_changes
+from tooljax.weights.changes import Changes, alike, find_changes
 
 DTYPES = get_args(TensorEntry.__annotations__["dtype"])
 
@@ -157,42 +158,78 @@ def delta_payload(base: Base, tensors: Mapping[str, jax.Array], *, watch: Stopwa
     """What changed since `base`, whose host copy is brought up to date in place.
 
     Tensors of 16-bit elements are sent as deltas where that is smaller, others whole; those without a change are only
-    named. Several tensors are worked on at once.
+    named. While the devices compare some, threads code others.
     """
-    deltas: dict[str, Delta] = {}
-    replaced: dict[str, np.ndarray] = {}
-
-    def code(item: tuple[str, jax.Array]) -> tuple[Coded, int]:
-        """How one tensor is sent, and how many of its 16-bit elements changed."""
-        name, array = item
-        old = base.data[name]
-        delta, piece = _delta(base.arrays[name], array, watch)
-        if delta is not None and not delta.positions.size:
-            return _same(base.entries[name]), 0
-        if delta is not None and len(piece) < old.nbytes:
-            with watch.stage("apply"):
-                delta.apply(old.view(np.uint16))
-            deltas[name] = delta
-            with watch.stage("hash"):
-                entry = _entry(name, array, old, "delta")
-            return (entry, memoryview(piece)), delta.positions.size
-        with watch.stage("copy"):
-            new = _to_host(_detached(name, array))
-        with watch.stage("hash"):
-            raw = _raw(name, array, new)
-        if raw[0].hash == base.entries[name].hash:
-            return _same(base.entries[name]), 0
-        replaced[name], base.data[name] = old, new
-        if array.dtype.itemsize != 2:
-            return raw, 0
-        return raw, int(np.count_nonzero(new.view(np.uint16) != old.view(np.uint16)))
-
-    done = in_threads(code, tensors.items())
-    payload = _assemble([coded for coded, _ in done], tensors, base.data)
-    payload.base, payload.deltas, payload.replaced = base, deltas, replaced
+    coder = _Coder(base, tensors, watch)
+    narrow = {
+        name: array for name, array in tensors.items() if array.dtype.itemsize == 2 and array.ndim
+    }
+    with workers() as pool:
+        comparing = [
+            pool.submit(coder.compare, names, pool) for names in alike(base.arrays, narrow)
+        ]
+        coding = {n: pool.submit(coder.replace, n) for n in tensors if n not in narrow}
+        for comparison in comparing:
+            coding |= comparison.result()
+    payload = _assemble([coding[name].result() for name in tensors], tensors, base.data)
+    payload.base, payload.deltas, payload.replaced = base, coder.deltas, coder.replaced
     payload.elements = sum(a.size for a in tensors.values() if a.dtype.itemsize == 2)
-    payload.changed_elements = sum(changed for _, changed in done)
+    payload.changed_elements = sum(coder.changed.values())
     return payload
+
+
+class _Coder:
+    """Codes tensors against a base, which it brings up to date. Runs in several threads, for different tensors."""
+
+    def __init__(self, base: Base, tensors: Mapping[str, jax.Array], watch: Stopwatch):
+        self.deltas: dict[str, Delta] = {}
+        self.replaced: dict[str, np.ndarray] = {}
+        self.changed: dict[str, int] = {}
+        """16-bit elements that differ, by tensor."""
+        self._base, self._tensors, self._watch = base, tensors, watch
+
+    def compare(self, names: list[str], pool: Executor) -> dict[str, "Future[Coded]"]:
+        """Finds what changed in tensors that are alike, and has the pool code them."""
+        with self._watch.stage("find"):
+            pairs = [(self._base.arrays[name], self._tensors[name]) for name in names]
+            found = find_changes(pairs, share=WORTH_A_DELTA)
+        return {
+            name: pool.submit(self.replace, name)
+            if changes is None
+            else pool.submit(self.code, name, changes)
+            for name, changes in zip(names, found, strict=True)
+        }
+
+    def code(self, name: str, changes: Changes) -> Coded:
+        """A tensor by what changed in it, or whole where that is smaller."""
+        with self._watch.stage("encode"):
+            delta = changes.delta()
+            if not delta.positions.size:
+                return _same(self._base.entries[name])
+            piece = encode(delta)
+        data = self._base.data[name]
+        with self._watch.stage("apply"):
+            delta.apply(data.view(np.uint16))
+        self.deltas[name], self.changed[name] = delta, delta.positions.size
+        smaller = len(piece) < data.nbytes
+        with self._watch.stage("hash"):
+            entry = _entry(name, self._tensors[name], data, "delta" if smaller else "raw")
+        return entry, memoryview(piece) if smaller else data.data
+
+    def replace(self, name: str) -> Coded:
+        """A tensor whole, unless nothing changed in it."""
+        array, old = self._tensors[name], self._base.data[name]
+        with self._watch.stage("copy"):
+            new = _to_host(_detached(name, array))
+        with self._watch.stage("hash"):
+            raw = _raw(name, array, new)
+        if raw[0].hash == self._base.entries[name].hash:
+            return _same(self._base.entries[name])
+        self.replaced[name], self._base.data[name] = old, new
+        if array.dtype.itemsize == 2:
+            moved = new.view(np.uint16) != old.view(np.uint16)
+            self.changed[name] = int(np.count_nonzero(moved))
+        return raw
 
 
 def layout(shapes: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorEntry]:
@@ -215,18 +252,6 @@ def spans(ends: Sequence[int], offset: int, nbytes: int) -> Iterator[tuple[int, 
         yield index, start, stop
         offset, nbytes = offset + stop - start, nbytes - (stop - start)
         index += 1
-
-
-def _delta(old: jax.Array, new: jax.Array, watch: Stopwatch) -> tuple[Delta | None, bytes]:
-    """What changed and its code, if a delta may be worth it."""
-    if new.dtype.itemsize != 2:
-        return None, b""
-    with watch.stage("find"):
-        delta = find_changes(old, new, at_most=int(WORTH_A_DELTA * new.size))
-    if delta is None or not delta.positions.size:
-        return delta, b""
-    with watch.stage("encode"):
-        return delta, encode(delta)
 
 
 def _fetched_ahead(
