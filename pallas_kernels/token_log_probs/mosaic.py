@@ -1,9 +1,8 @@
 """Kernels for TPUs: logits live in VMEM, one tile of the vocabulary by one block of tokens at a time.
 
-A tile of logits is [columns, tokens]: the vocabulary lies along sublanes, tokens along lanes. So sums over the vocabulary
-are sums of registers, what is kept per token is dense in memory (8 partial sums per token, one per sublane, merged
-once at the end), and neither product needs its operand turned when the head is [vocab, embed]. A head [embed, vocab]
-is turned in VMEM, one tile at a time, once for all tokens.
+A tile of logits is [columns, tokens]: the vocabulary lies along sublanes, tokens along lanes. So sums over the
+vocabulary are sums of registers, and what is kept per token is dense in memory: 8 partial sums, one per sublane, which
+are merged once, at the end. A head [embed, vocab] is turned in VMEM, one tile at a time, once for all tokens.
 
 As many tokens as fit stay in VMEM while the head streams by: it is read once per so many tokens. Within a step, blocks
 of tokens are a loop that can stop early, and the arithmetic of a block has no branch: a branch would keep the compiler
@@ -27,8 +26,6 @@ MASKED = -1e30
 MAX_POWER = 80.0
 """Powers are cut off at e^80: finite in bfloat16, and far above the sum at which a chunk is computed anew."""
 LANES, SUBLANES = 128, 8
-_DEPTH = 512
-"""Columns of embed that a gradient's product adds at a time; bounds its temporary."""
 
 
 class Tiles(NamedTuple):
@@ -37,7 +34,7 @@ class Tiles(NamedTuple):
     block: int = 512
     """Tokens in a product; a multiple of 128."""
     columns: int = 1024
-    """Of the vocabulary in a product; a multiple of 128 (of 8 if the head is [vocab, embed])."""
+    """Of the vocabulary in a product; a multiple of 128."""
     resident: int = 2048
     """Tokens that stay in VMEM while the head streams by; a multiple of block."""
 
@@ -84,7 +81,7 @@ def statistics(
                 pl.BlockSpec(
                     (tiles.resident, embed), lambda i, j, _: (i, 0), pipeline_mode=pl.Buffered(1)
                 ),
-                _head_spec(embed, tiles, vocab_major, lambda i, j, _: j),
+                head_spec(embed, tiles, vocab_major, lambda i, j, _: j),
                 per_block,
                 per_block,
             ],
@@ -92,7 +89,7 @@ def statistics(
             scratch_shapes=[
                 pltpu.VMEM((groups, SUBLANES, tiles.block), jnp.float32),
                 *[pltpu.VMEM((blocks, SUBLANES, tiles.block), jnp.float32) for _ in names],
-                *_turned_head(embed, tiles, vocab_major, head.dtype),
+                *turned_head(embed, tiles, vocab_major, head.dtype),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((passes * blocks, 1, tiles.block), jnp.float32)]
@@ -108,11 +105,11 @@ def statistics(
         interpret=run.interpret,
         name="token_log_probs_statistics",
     )(
-        _blocks_with_one(count, tiles),
+        blocks_with_one(count, tiles),
         x,
         head,
-        _in_blocks(scale, tiles),
-        _in_blocks(targets.astype(jnp.int32), tiles),
+        in_blocks(scale, tiles),
+        in_blocks(targets.astype(jnp.int32), tiles),
     )
     return {name: values.reshape(-1)[:tokens] for name, values in zip(names, out, strict=True)}
 
@@ -129,7 +126,7 @@ def _statistics_kernel(count, x, head, scale, targets, *refs, vocab, vocab_major
         for ref in state[1:]:
             ref[...] = jnp.zeros_like(ref)
 
-    weights = _vocab_major_tile(head, turned, vocab_major)
+    weights = vocab_major_tile(head, turned, vocab_major)
     start = step * tiles.columns
 
     def of_block(b, carry):
@@ -154,7 +151,7 @@ def _statistics_kernel(count, x, head, scale, targets, *refs, vocab, vocab_major
 def _store_logits(logits, weights, x, b, scale, left, vocab, tiles) -> None:
     """Tempered logits of block `b`, MASKED from column `left` of the tile on."""
     rows = x[pl.ds(pl.multiple_of(b * tiles.block, tiles.block), tiles.block), :]
-    tile = _product(weights[...], rows, 1, 1) * scale
+    tile = product(weights[...], rows, 1, 1) * scale
     if vocab % tiles.columns:
         column = lax.broadcasted_iota(jnp.int32, tile.shape, 0)
         tile = jnp.where(column < left, tile, MASKED)
@@ -197,7 +194,7 @@ def _over_sublanes(state) -> list[Array]:
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+def product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
     """Summed in float32 over an axis of each; float32 operands are not rounded."""
     exact = a.dtype == jnp.float32
     return lax.dot_general(
@@ -209,30 +206,30 @@ def _product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
     )
 
 
-def _head_spec(embed: int, tiles: Tiles, vocab_major: bool, tile_of) -> pl.BlockSpec:
+def head_spec(embed: int, tiles: Tiles, vocab_major: bool, tile_of) -> pl.BlockSpec:
     if vocab_major:
         return pl.BlockSpec((tiles.columns, embed), lambda *at: (tile_of(*at), 0))
     return pl.BlockSpec((embed, tiles.columns), lambda *at: (0, tile_of(*at)))
 
 
-def _turned_head(embed: int, tiles: Tiles, vocab_major: bool, dtype) -> list:
+def turned_head(embed: int, tiles: Tiles, vocab_major: bool, dtype) -> list:
     """Scratch for a tile of the head as [columns, embed], if it does not come so."""
     return [] if vocab_major else [pltpu.VMEM((tiles.columns, embed), dtype)]
 
 
-def _vocab_major_tile(head, turned, vocab_major: bool):
+def vocab_major_tile(head, turned, vocab_major: bool):
     if vocab_major:
         return head
     turned[0][...] = head[...].T
     return turned[0]
 
 
-def _blocks_with_one(count: Array, tiles: Tiles) -> Int[Array, "1"]:
+def blocks_with_one(count: Array, tiles: Tiles) -> Int[Array, "1"]:
     """Blocks that hold one of the first `count` tokens."""
     return ((count.astype(jnp.int32) + tiles.block - 1) // tiles.block).reshape(1)
 
 
-def _in_blocks(values: Array, tiles: Tiles) -> Array:
+def in_blocks(values: Array, tiles: Tiles) -> Array:
     """[blocks, 1, block], with zeros up to whole passes."""
     padded = jnp.pad(values, (0, -values.shape[0] % tiles.resident))
     return padded.reshape(-1, 1, tiles.block)

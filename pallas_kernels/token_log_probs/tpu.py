@@ -1,8 +1,8 @@
 """token_log_probs on TPUs: the kernels of mosaic.py.
 
-Forward: one pass over the head for as many tokens as VMEM holds, logits in VMEM only.
-
-D embed, V vocab, T tokens.
+Forward: one pass over the head for as many tokens as VMEM holds, logits in VMEM only. Backward: the same with both
+gradients from each tile, 6 T D V operations. The loss in one pass: powers of a chunk of tokens by a kernel, the two
+products with them by XLA (see chunks.fused), 6 T D V in all where the other two make 8.
 """
 
 import contextlib
@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.token_log_probs import chunked, chunks, mosaic
+from pallas_kernels.token_log_probs import chunks, mosaic, mosaic_gradients
 from pallas_kernels.token_log_probs.chunks import Gradients, SlopeOf
 from pallas_kernels.token_log_probs.mosaic import LANES, SUBLANES, Run, Tiles
-from pallas_kernels.token_log_probs.problem import Head, Problem, Rows
+from pallas_kernels.token_log_probs.problem import Head, Problem, Rows, clean
 
 _MIB = 2**20
 VMEM_BYTES = {
@@ -29,6 +31,13 @@ VMEM_BYTES = {
     "TPU7x": 56 * _MIB,
 }
 """What a kernel may use, by device kind: of 128 MiB, or of 64 MiB a core. The compiler keeps the rest."""
+
+_BLOCK = 512
+"""Tokens in a product."""
+_ENOUGH_TOKENS = 2048
+"""Resident for a gradient: 0.6 operations a byte and token, so 1229 where TPUs need 166 to 560."""
+_CHUNK_ELEMENTS = 5 * 2**26
+"""Of a chunk's powers: 640 MiB of bfloat16."""
 
 
 class Device(NamedTuple):
@@ -45,7 +54,7 @@ _device: Device | None = None
 
 @contextlib.contextmanager
 def compiled_for(device: Device) -> Iterator[None]:
-    """Within it, kernels are traced for this device, whatever JAX runs on: to compile ahead of time, or to interpret."""
+    """Within it, kernels are traced for this device, whatever JAX runs on: to compile ahead, or to interpret."""
     global _device
     before, _device = _device, device
     try:
@@ -79,33 +88,70 @@ def _here() -> Device:
 
 
 def forward_tiles(tokens: int, embed: int, dtype, vocab_major: bool, device: Device) -> Tiles:
-    """Of statistics: as few passes over the head as VMEM allows, of equal length."""
-    if device.tiles is not None:
-        return device.tiles
-    block = min(512, _up(tokens, LANES))
-    row = _up(embed, LANES) * dtype.itemsize
-    columns = 1024 if row <= 2048 * 2 else 512
+    """Of mosaic.statistics: as few passes over the head as VMEM allows, of equal length."""
+    block, row = _block(tokens, device), _row_bytes(embed, dtype)
+    columns = 1024 if row <= 2**12 else 512
     head = (2 if vocab_major else 3) * columns * row
-    # Logits, and the compiler's own copies of them.
-    logits = 3 * columns * block * 4
-    each = row + 4 * SUBLANES * 4 + 2 * 6 * 4 * SUBLANES
-    return _resident(tokens, block, columns, head + logits, each, device)
+    # Of a token: hidden state, four sums in 8 sublanes, six double-buffered values in a sublane each.
+    each = row + 4 * SUBLANES * 4 + 6 * 2 * SUBLANES * 4
+    return _resident(tokens, block, columns, head + 3 * columns * block * 4, each, device)
+
+
+def gradient_tiles(tokens: int, embed: int, dtype, vocab_major: bool, device: Device) -> Tiles:
+    """Of mosaic_gradients.gradients: the widest tile that leaves room for enough tokens, or for most."""
+    block, row = _block(tokens, device), _row_bytes(embed, dtype)
+    row_sum = _row_bytes(embed, jnp.dtype(jnp.float32))
+    each = row + row_sum + (2 * SUBLANES) * 4
+    found = []
+    for columns in (512, 256, 128):
+        head = (2 * row + 4 * row_sum) * columns
+        turned = 0 if vocab_major else (row + row_sum) * columns
+        products = 4 * columns * block * 4 + (columns + block) * mosaic_gradients.DEPTH * 4
+        try:
+            tiles = _resident(tokens, block, columns, head + turned + products, each, device)
+        except NotImplementedError:
+            continue
+        if tiles.resident >= min(_ENOUGH_TOKENS, tokens):
+            return tiles
+        found.append(tiles)
+    if not found:
+        raise NotImplementedError(f"embed={embed} does not fit VMEM of {device.kind}")
+    return max(found, key=lambda tiles: tiles.resident)
+
+
+def powers_tiles(tokens: int, embed: int, dtype, device: Device) -> Tiles:
+    """Of mosaic_gradients.powers."""
+    block, row, columns = _block(tokens, device), _row_bytes(embed, dtype), 512
+    # Of a token: hidden state, its powers, two sums, and four values that fill 128 lanes; double-buffered.
+    each = row + 2 * columns * dtype.itemsize + (2 + 4 * 2) * LANES * 4
+    fixed = 2 * columns * row + 3 * columns * block * 4
+    return _resident(tokens, block, columns, fixed, each, device)
 
 
 def _resident(
     tokens: int, block: int, columns: int, fixed: int, each: int, device: Device
 ) -> Tiles:
     """Tiles whose resident tokens, at `each` bytes, fit beside `fixed` bytes."""
+    if device.tiles is not None:
+        return device.tiles
     fit = (VMEM_BYTES[device.kind] - fixed) // (each * block)
     if fit < 1:
         raise NotImplementedError(f"a block of {block} tokens does not fit VMEM of {device.kind}")
-    blocks = -(-tokens // block)
-    passes = -(-blocks // fit)
-    return Tiles(block, columns, -(-blocks // passes) * block)
+    blocks = pl.cdiv(tokens, block)
+    passes = pl.cdiv(blocks, fit)
+    return Tiles(block, columns, pl.cdiv(blocks, passes) * block)
+
+
+def _block(tokens: int, device: Device) -> int:
+    return device.tiles.block if device.tiles else min(_BLOCK, _up(tokens, LANES))
+
+
+def _row_bytes(embed: int, dtype) -> int:
+    return _up(embed, LANES) * dtype.itemsize
 
 
 def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return pl.cdiv(value, multiple) * multiple
 
 
 # --- the implementation ---------------------------------------------------------------------------------------------
@@ -113,38 +159,147 @@ def _up(value: int, multiple: int) -> int:
 
 def statistics(problem: Problem, rows: Rows, head: Head) -> Rows:
     """See op."""
-    device, weights, hidden = _here(), head[0], rows["hidden"]
+    return _one_by_one(_statistics, problem)(rows, head)
+
+
+def gradients(problem: Problem, rows: Rows, head: Head) -> Gradients:
+    """See op."""
+    return _one_by_one(_gradients, problem)(rows, head)
+
+
+def fused(problem: Problem, rows: Rows, head: Head, slope_of: SlopeOf) -> tuple[Gradients, Rows]:
+    """See chunks.fused."""
+    tokens, vocab = rows["targets"].shape[0], problem.vocab(head[0])
+    chunk = min(problem.chunk_tokens or default_chunk_tokens(vocab), tokens)
+    return chunks.fused(problem, rows, head, chunk, _powers, slope_of)
+
+
+def default_chunk_tokens(vocab: int) -> int:
+    """Tokens of a chunk of powers: whole blocks, as many as the memory allowed holds."""
+    return max(_CHUNK_ELEMENTS // vocab // _BLOCK, 1) * _BLOCK
+
+
+def _one_by_one(function, problem: Problem):
+    """Under vmap, one member after the other."""
+    return sequential_vmap(functools.partial(function, problem, _here()))
+
+
+def _statistics(problem: Problem, device: Device, rows: Rows, head: Head) -> Rows:
+    weights, hidden = head[0], rows["hidden"]
     tokens, embed = hidden.shape
     tiles = forward_tiles(tokens, embed, hidden.dtype, problem.vocab_major, device)
     # Valid tokens in front: a block with none is not computed. One block is not worth the copy.
     order, count = None, jnp.int32(tokens)
     if "valid" in rows and tokens > tiles.block:
-        rows, order, chunks_with_one = chunks.valid_first(rows, tiles.block)
-        count = chunks_with_one * tiles.block
-    out = _statistics(problem, tiles, device)(
-        rows["hidden"], weights, rows["scale"], rows["targets"], count
+        rows, order, blocks = chunks.valid_first(rows, tiles.block)
+        count = blocks * tiles.block
+    out = mosaic.statistics(
+        rows["hidden"],
+        weights,
+        rows["scale"],
+        rows["targets"],
+        count,
+        vocab_major=problem.vocab_major,
+        entropy=problem.entropy,
+        tiles=tiles,
+        run=_run(device),
     )
     return {name: chunks.restored(values, order, tokens) for name, values in out.items()}
 
 
-def gradients(problem: Problem, rows: Rows, head: Head) -> Gradients:
-    """See op."""
-    return chunked.gradients(problem, rows, head)
+def _gradients(problem: Problem, device: Device, rows: Rows, head: Head) -> Gradients:
+    weights, hidden = head[0], rows["hidden"]
+    tokens, embed = hidden.shape
+    tiles = gradient_tiles(tokens, embed, hidden.dtype, problem.vocab_major, device)
+    run = functools.partial(
+        mosaic_gradients.gradients,
+        vocab_major=problem.vocab_major,
+        tiles=tiles,
+        run=_run(device),
+    )
+    dtype = problem.gradient_dtype(hidden)
+    rows, order, blocks = chunks.valid_first(_factors(rows), tiles.block)
+    count = blocks * tiles.block
+    rows = {name: _padded(values, tiles.resident) for name, values in rows.items()}
+    x, targets = clean(rows), rows["targets"].reshape(-1, 1, tiles.block)
+    factors = mosaic_gradients.factors_in_blocks(rows, tiles)
+    per_pass = tiles.resident // tiles.block
+
+    def one_pass(i: Array | int, d_head: Array | None) -> tuple[Array, Array]:
+        cut = functools.partial(lax.dynamic_slice_in_dim, axis=0)
+        return run(
+            cut(x, i * tiles.resident, tiles.resident),
+            weights,
+            cut(factors, i * per_pass, per_pass),
+            cut(targets, i * per_pass, per_pass),
+            count - i * tiles.resident,
+            d_head,
+        )
+
+    # The first pass makes the head's gradient, if only of zeros; the others add to it.
+    first, d_head = one_pass(0, None)
+    d_hidden = _padded(first.astype(dtype), x.shape[0])
+
+    def more(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        d_hidden, d_head = carry
+        part, d_head = one_pass(i, d_head)
+        start = i * tiles.resident
+        return lax.dynamic_update_slice_in_dim(d_hidden, part.astype(dtype), start, 0), d_head
+
+    if x.shape[0] > tiles.resident:
+        passes = pl.cdiv(count, tiles.resident)
+        d_hidden, d_head = lax.fori_loop(1, passes, more, (d_hidden, d_head))
+    return Gradients(chunks.restored(d_hidden, order, tokens), d_head, None)
 
 
-def fused(problem: Problem, rows: Rows, head: Head, slope_of: SlopeOf) -> tuple[Gradients, Rows]:
-    """See chunks.fused."""
-    return chunked.fused(problem, rows, head, slope_of)
+def _factors(rows: Rows) -> Rows:
+    """hidden, targets, valid and mosaic_gradients.FACTORS; all zeros where not valid."""
+    out = {name: rows[name] for name in ("hidden", "targets", "valid") if name in rows}
+    for name in mosaic_gradients.FACTORS:
+        values = rows.get(name, jnp.zeros_like(rows["scale"]))
+        if name in ("level", "slope", "pick"):
+            values = values * rows["scale"]
+        # Of a token that is not valid, highest and log_total may be anything.
+        out[name] = jnp.where(rows["valid"], values, 0.0) if "valid" in rows else values
+    return out
 
 
-def _statistics(problem: Problem, tiles: Tiles, device: Device):
-    """mosaic.statistics; under vmap, one member after the other."""
-    return sequential_vmap(
-        functools.partial(
-            mosaic.statistics,
+def _powers(problem: Problem, rows: Rows, head: Head, again: Array) -> Rows:
+    """Relative to the target's logit, which costs no maximum; relative to the maximum when asked again."""
+    device = _here()
+
+    def highest(rows: Rows) -> Array:
+        got = statistics(problem, rows, head)["highest"]
+        # What is not valid may not have been computed.
+        got = jnp.where(rows["valid"], got, 0.0) if "valid" in rows else got
+        axis = problem.shards.vocab
+        return got if axis is None else lax.pmax(got, axis)
+
+    shift = lax.cond(again, highest, lambda rows: rows["picked"], rows)
+
+    def run(x: Array, weights: Array, scale: Array, shift: Array) -> Rows:
+        return mosaic_gradients.powers(
+            x,
+            weights,
+            scale,
+            shift,
             vocab_major=problem.vocab_major,
             entropy=problem.entropy,
-            tiles=tiles,
-            run=Run(VMEM_BYTES[device.kind], device.interpret),
+            tiles=powers_tiles(*x.shape, x.dtype, device),
+            run=_run(device),
         )
-    )
+
+    out = sequential_vmap(run)(clean(rows), head[0], rows["scale"], shift)
+    return out | {"shift": shift}
+
+
+def _run(device: Device) -> Run:
+    return Run(VMEM_BYTES[device.kind], device.interpret)
+
+
+def _padded(values: Array, multiple: int) -> Array:
+    """With zeros at the end."""
+    padding = -values.shape[0] % multiple
+    if not padding:
+        return values
+    return jnp.pad(values, [(0, padding)] + [(0, 0)] * (values.ndim - 1))
