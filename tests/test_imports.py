@@ -26,6 +26,9 @@ USER_FILES = frozenset(
 )
 """The readers of users' files, which the report on them uses as a run would."""
 
+SCORING = frozenset(f"rollout_sidecar.{name}" for name in ("scoring", "profiles", "metrics"))
+"""What rewards of stored trajectories are made again with."""
+
 WIRE = {"aiohttp", "msgspec", "xxhash"}
 SIDECAR = WIRE | {"jinja2", "numpy", "tokenizers", "yaml", "yarl", "zstandard"}
 TOOLS = {"anyio", "bm25s", "httpx2", "math_verify", "mcp", "mcp_types"}
@@ -50,6 +53,7 @@ RULES = [  # the first whose prefix fits
     Rule("pallas_kernels", frozenset({"pallas_kernels"}), ARRAYS),
     Rule("tooljax.config", frozenset({"tooljax.config"}), set()),
     Rule("tooljax.compat", SHARED | {"tooljax"} | USER_FILES, TRAINER),
+    Rule("tooljax.replay_rewards", SHARED | {"tooljax"} | SCORING, TRAINER),
     Rule("tooljax", SHARED | {"tooljax", "pallas_kernels"}, TRAINER),
     Rule("rollout_sidecar.protocol", frozenset({"rollout_sidecar.protocol"}), WIRE),
     Rule("rollout_sidecar.client", SHARED | {"rollout_sidecar.weight_client"}, WIRE),
