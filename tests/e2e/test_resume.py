@@ -88,6 +88,13 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted):
     assert all(row["policy/lag/max"] == 0 for row in rows)
 
 
+def test_a_stored_run_replays_to_the_same_numbers(uninterrupted):
+    command = [sys.executable, "-m", "tooljax.replay", str(uninterrupted)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("same") == 4
+
+
 def test_killed_at_any_step_it_resumes_bit_identically(small_world, uninterrupted, tmp_path):
     """Pain point 23."""
     run_dir = tmp_path / "killed"

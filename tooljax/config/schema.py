@@ -305,11 +305,10 @@ class TrackConfig:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Every trajectory, token for token, under <run.dir>/trajectories: what `python -m tooljax.replay` and
-    `python -m tooljax.view` read."""
+    """Every trajectory, token for token, under <run.dir>/trajectories: what `python -m tooljax.replay` reads."""
 
     enabled: bool = True
-    """Write each step. Off, a run can be neither replayed nor viewed."""
+    """Write each step. Off, a run cannot be replayed."""
     compression_level: Annotated[int, Range(low=1, high=22)] = 3
     """zstd's: 1 is fast, 19 small."""
     keep_steps: CountOrZero = 0
