@@ -1,4 +1,4 @@
-"""Compiles the TPU kernels of token_log_probs ahead of time, for chips that need not be there, and prints what they cost.
+"""Compiles the TPU kernels of token_log_probs ahead of time, for chips that need not be there, and prints their cost.
 
     python benchmarks/token_log_probs_tpu.py --chips v5e,v6e --passes forward
 
