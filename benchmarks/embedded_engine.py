@@ -19,7 +19,8 @@ import numpy as np
 from flax import nnx
 
 from tooljax.model import hf
-from tooljax.model.decoder import Decoder, DecoderConfig, matmul_precision
+from tooljax.model.decoder import Decoder, DecoderConfig
+from tooljax.model.precision import matmul_precision
 from tooljax.model.sampler import Generation, Sampler, SamplerWeights, unstack
 
 TINY = DecoderConfig(

@@ -6,15 +6,20 @@ feed-forward and vocabulary, `context` splits time. The compiler derives the com
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 MESH_AXES = ("data", "fsdp", "tensor", "context")
 
@@ -37,6 +42,12 @@ RULES: Rules = MappingProxyType(
         "ffw": ("tensor",),
     }
 )
+
+COMPUTE_RULES: Rules = MappingProxyType({**RULES, "embed": ()})
+"""Of weights and activations while they are used: weights are gathered over `fsdp`, layer by layer."""
+
+GATHERED = "gathered weight"
+"""Name of gathered weights in policies of rematerialisation."""
 
 
 def make_mesh(
@@ -112,6 +123,152 @@ def shardings(abstract_params: Params, mesh: Mesh, *, rules: Rules = RULES) -> P
         )
         placed.append((path, param.replace(sharding)))
     return nnx.from_flat_state(placed)
+
+
+def alike(tree: Any, params: Any, placed: Any, mesh: Mesh) -> Any:
+    """The placement of every leaf of `tree`: a parameter's where the leaf mirrors one (a moment), else a whole copy.
+
+    `placed` holds the placements of `params`; leaves mirror a parameter if their path ends with its path and the shapes
+    are equal.
+    """
+    places = {
+        jax.tree_util.keystr(path): (leaf.shape, place)
+        for (path, leaf), place in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(placed), strict=True
+        )
+    }
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        for start in range(len(path)):
+            shape, found = places.get(jax.tree_util.keystr(path[start:]), (None, None))
+            if shape == leaf.shape and found is not None:
+                return found
+        return NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a forward and backward pass puts its arrays. Without a mesh all is on one device, and nothing is done."""
+
+    mesh: Mesh | None = None
+    attention: str = "auto"
+    """What computes attention (tooljax.model.attention)."""
+    keep: str = "nothing"
+    """What rematerialised layers keep for the backward pass beside their input: nothing, or "products" with weights."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are stored in parts and gathered for use."""
+        return self.mesh is not None and self.mesh.shape["fsdp"] > 1
+
+    @property
+    def device(self) -> Any:
+        """One of the devices."""
+        return jax.local_devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+
+    @property
+    def platform(self) -> str:
+        """Of the devices, which need not be this machine's: a program may be compiled for others."""
+        return self.device.platform
+
+    def splits(self, axis: str) -> tuple[str, ...]:
+        """The mesh axes of more than one device that split a logical axis."""
+        if self.mesh is None:
+            return ()
+        return tuple(name for name in COMPUTE_RULES[axis] if self.mesh.shape[name] > 1)
+
+    def ways(self, axis: str) -> int:
+        """Into how many parts a logical axis is split."""
+        return math.prod(self.mesh.shape[name] for name in self.splits(axis)) if self.mesh else 1
+
+    def spec(self, *axes: str) -> PartitionSpec:
+        """The axes as a shard_map takes them."""
+        return PartitionSpec(*(self.splits(axis) or None for axis in axes))
+
+    def pin(self, x: Array, *axes: str) -> Array:
+        """`x`, placed by its logical axes."""
+        if self.mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(*axes)))
+
+    def gather(self, weight: Array, *axes: str) -> Array:
+        """A weight as it is used; its gradient goes straight to where the weight is stored, a reduce-scatter."""
+        if self.mesh is None:
+            return weight
+        stored = named_sharding(axes, self.mesh)
+        used = NamedSharding(self.mesh, self.spec(*axes))
+        return checkpoint_name(_regathered(used, stored, weight), GATHERED)
+
+    def spread(
+        self, function: Callable, inputs: Sequence[PartitionSpec], outputs: PartitionSpec
+    ) -> Callable:
+        """The function on each device's part of its arguments."""
+        if self.mesh is None:
+            return function
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False
+        )
+
+    def lookup(
+        self, embedding: Float[Array, "vocab embed"], tokens: Int[Array, "batch time"]
+    ) -> Float[Array, "batch time embed"]:
+        """Rows of the embedding; each device looks up those that its part of the vocabulary has."""
+        vocab = self.splits("vocab")
+        if not vocab:
+            return jnp.take(self.gather(embedding, "vocab", "embed"), tokens, axis=0)
+
+        def part(mine: Array, tokens: Array) -> Array:
+            inside = tokens - jax.lax.axis_index(vocab) * mine.shape[0]
+            known = (inside >= 0) & (inside < mine.shape[0])
+            found = jnp.take(mine, jnp.where(known, inside, 0), axis=0)
+            found = jnp.where(known[..., None], found, jnp.zeros((), found.dtype))
+            return jax.lax.psum(found, vocab)
+
+        rows = self.spec("batch", "time")
+        return self.spread(part, (PartitionSpec(vocab), rows), rows)(
+            self.gather(embedding, "vocab", "embed"), tokens
+        )
+
+    def merged(self, x: Float[Array, "batch time ..."]) -> Array:
+        """[batch * time, ...] in an order in which every device keeps its own tokens; `parted` takes it back."""
+        if self.ways("time") == 1:
+            return x.reshape(-1, *x.shape[2:])
+        rows, parts = self.ways("batch"), self.ways("time")
+        batch, time, *rest = x.shape
+        x = x.reshape(rows, batch // rows, parts, time // parts, *rest).swapaxes(1, 2)
+        return x.reshape(batch * time, *rest)
+
+    def parted(self, x: Array, batch: int) -> Array:
+        """[batch, time, ...] of what `merged` made one axis of."""
+        time, rest = x.shape[0] // batch, x.shape[1:]
+        if self.ways("time") == 1:
+            return x.reshape(batch, time, *rest)
+        rows, parts = self.ways("batch"), self.ways("time")
+        x = x.reshape(rows, parts, batch // rows, time // parts, *rest).swapaxes(1, 2)
+        return x.reshape(batch, time, *rest)
+
+
+ONE_DEVICE = Layout()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _regathered(used: NamedSharding, stored: NamedSharding, weight: Array) -> Array:
+    del stored
+    return jax.lax.with_sharding_constraint(weight, used)
+
+
+def _regathered_forward(used: NamedSharding, stored: NamedSharding, weight: Array):
+    return _regathered(used, stored, weight), None
+
+
+def _regathered_backward(used: NamedSharding, stored: NamedSharding, _, cotangent: Array):
+    del used
+    return (jax.lax.with_sharding_constraint(cotangent, stored),)
+
+
+_regathered.defvjp(_regathered_forward, _regathered_backward)
 
 
 def _check_divides(what: str, axis: str, size: int, split: Mapping[str, int]) -> None:

@@ -11,18 +11,17 @@ from flax import nnx
 from random_decoder import in_dtype, random_decoder
 
 from tolerance import tol
+from tooljax.model.attention import masked_attention, segment_mask
 from tooljax.model.decoder import (
     Decoder,
     DecoderConfig,
     Llama3RopeScaling,
-    attention,
     block,
     embed,
     rms_norm,
     rope_frequencies,
     rotary,
     rotate,
-    segment_mask,
 )
 
 CONFIG = DecoderConfig(
@@ -158,7 +157,7 @@ def test_attention_equals_the_slow_reference(q_heads: int, kv_heads: int):
         segment_mask(jnp.array([[1, 1, 1, 2, 2, 2, 0], [1, 2, 2, 2, 2, 3, 3]], jnp.int32))
     )
     arrays = (jnp.asarray(x) for x in (q, k, v))
-    out = attention(*arrays, mask=jnp.asarray(mask), dtype=jnp.dtype(jnp.float32))
+    out = masked_attention(*arrays, mask=jnp.asarray(mask), dtype=jnp.dtype(jnp.float32))
     expected = slow_attention(q, k, v, mask, q_heads // kv_heads)
     np.testing.assert_allclose(out, expected, **tol(jnp.float32, reduced=7))
     np.testing.assert_array_equal(out[0, 6], np.zeros((q_heads, 8)))  # padding sees no key
@@ -169,7 +168,7 @@ def test_attention_with_nothing_to_see_has_finite_gradients():
     mask = jnp.array([[[False, False], [True, True]]])
 
     def total(x: jax.Array) -> jax.Array:
-        return attention(x, x, x, mask=mask, dtype=jnp.dtype(jnp.float32)).sum()
+        return masked_attention(x, x, x, mask=mask, dtype=jnp.dtype(jnp.float32)).sum()
 
     gradient = jax.grad(total)(x)
     assert jnp.isfinite(gradient).all()
@@ -200,7 +199,7 @@ def test_later_tokens_and_padding_do_not_move_a_logit(decoder: Decoder):
 def test_scanned_layers_equal_a_loop(decoder: Decoder):
     tokens, positions, segments = rows(6)
     mask = segment_mask(segments)
-    attend = partial(attention, mask=mask, dtype=jnp.dtype(jnp.float32))
+    attend = partial(masked_attention, mask=mask, dtype=jnp.dtype(jnp.float32))
     x = embed(decoder.embedding[...], tokens)
     for layer in range(CONFIG.layers):
         params = {name: w[layer] for name, w in decoder.layers.stacked().items()}

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
+
+from tooljax.model.attention import Attend, segment_attention
+from tooljax.model.precision import matmul_precision
+from tooljax.sharding import GATHERED, ONE_DEVICE, Layout
 
 LayerParams = dict[str, Array]
 """The weights of one layer, or of all layers stacked, by the names used in `layer_shapes`."""
-
-Attend = Callable[[Array, Array, Array], Array]
-"""(q [B T N H], k [B T K H], v [B T K H]) -> [B T N H]; where keys come from is the caller's business."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
+        self.layout = ONE_DEVICE
         dtype = jnp.dtype(cfg.dtype)
         embedding = _initial(rngs, "embedding", (cfg.vocab, cfg.embed), cfg.embed, dtype)
         self.embedding = nnx.Param(embedding, axes=("vocab", "embed"))
@@ -135,17 +137,24 @@ class Decoder(nnx.Module):
         """Hidden states after the final norm.
 
         Tokens attend to earlier tokens of their own segment; segment 0 is padding. `positions` count from 0 in each
-        segment. `remat` recomputes each layer in the backward pass instead of keeping its activations.
+        segment. `remat` recomputes each layer in the backward pass instead of keeping its activations, but for what
+        `self.layout` keeps. The layout also spreads the work over a mesh.
         """
-        attend = partial(attention, mask=segment_mask(segment_ids), dtype=jnp.dtype(self.cfg.dtype))
-        cos, sin = rotary(self.cfg, positions)
+        cfg, layout = self.cfg, self.layout
+        attend = segment_attention(segment_ids, layout, jnp.dtype(cfg.dtype))
+        cos, sin = rotary(cfg, positions)
+        axes = {name: axes for name, (_, axes) in layer_shapes(cfg).items()}
 
         def layer(x: Array, params: LayerParams) -> tuple[Array, None]:
-            return block(self.cfg, params, x, cos, sin, attend), None
+            params = {name: layout.gather(w, *axes[name]) for name, w in params.items()}
+            x = block(cfg, params, x, cos, sin, attend, layout)
+            return layout.pin(x, "batch", "time", "embed"), None
 
-        x = embed(self.embedding[...], tokens)
-        x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, self.layers.stacked())
-        return rms_norm(x, self.final_norm[...], self.cfg.norm_eps)
+        x = layout.lookup(self.embedding[...], tokens)
+        x = layout.pin(x, "batch", "time", "embed")
+        x, _ = jax.lax.scan(_rematerialised(layer, layout, remat), x, self.layers.stacked())
+        scale = layout.gather(self.final_norm[...], "embed")
+        return rms_norm(x, scale, cfg.norm_eps)
 
     def logits(
         self,
@@ -158,13 +167,20 @@ class Decoder(nnx.Module):
 
 
 def block(
-    cfg: DecoderConfig, params: LayerParams, x: Array, cos: Array, sin: Array, attend: Attend
+    cfg: DecoderConfig,
+    params: LayerParams,
+    x: Array,
+    cos: Array,
+    sin: Array,
+    attend: Attend,
+    layout: Layout = ONE_DEVICE,
 ) -> Float[Array, "batch time embed"]:
     """One decoder layer: x [B T D] plus attention plus gated feed-forward, both pre-normalised."""
+    dense = partial(_dense, layout=layout)
     y = rms_norm(x, params["attn_norm"], cfg.norm_eps)
-    q = dense("ND,DKH->NKH", y, params["wq"])
-    k = dense("ND,DKH->NKH", y, params["wk"])
-    v = dense("ND,DKH->NKH", y, params["wv"])
+    q = dense("TD,DNH->TNH", y, params["wq"])
+    k = dense("TD,DNH->TNH", y, params["wk"])
+    v = dense("TD,DNH->TNH", y, params["wv"])
     if cfg.qkv_bias:
         q, k, v = (
             q + params["bq"][None, None],
@@ -175,58 +191,30 @@ def block(
         q = rms_norm(q, params["q_norm"], cfg.norm_eps)
         k = rms_norm(k, params["k_norm"], cfg.norm_eps)
     attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
-    x = x + dense("NKH,KHD->ND", attended, params["wo"])
+    x = x + dense("TNH,NHD->TD", attended, params["wo"])
     y = rms_norm(x, params["ffw_norm"], cfg.norm_eps)
-    gate = jax.nn.silu(dense("ND,DF->NF", y, params["w_gate"]))
-    return x + dense("NF,FD->ND", gate * dense("ND,DF->NF", y, params["w_up"]), params["w_down"])
+    gate = jax.nn.silu(dense("TD,DF->TF", y, params["w_gate"]))
+    return x + dense("TF,FD->TD", gate * dense("TD,DF->TF", y, params["w_up"]), params["w_down"])
 
 
-def dense(subscripts: str, x: Array, weight: Array) -> Array:
-    """einsum of x [B T ...] and a weight, with batch and time as one axis, N in `subscripts`.
+def _dense(subscripts: str, x: Array, weight: Array, *, layout: Layout) -> Array:
+    """einsum of x [B T ...] and a weight, with batch and time as one axis, T in `subscripts`.
 
     One axis, because XLA on CPU computes the weight's gradient, a sum over both, three times slower over two.
     """
-    batch, time = x.shape[:2]
-    flat = x.reshape(batch * time, *x.shape[2:])
-    out = jnp.einsum(subscripts, flat, weight, precision=matmul_precision(x.dtype))
-    return out.reshape(batch, time, *out.shape[1:])
+    out = jnp.einsum(subscripts, layout.merged(x), weight, precision=matmul_precision(x.dtype))
+    return layout.parted(out, x.shape[0])
 
 
-def attention(
-    q: Float[Array, "batch time q_heads head_dim"],
-    k: Float[Array, "batch key_time kv_heads head_dim"],
-    v: Float[Array, "batch key_time kv_heads head_dim"],
-    *,
-    mask: Bool[Array, "batch time key_time"],
-    dtype: jnp.dtype,
-) -> Float[Array, "batch time q_heads head_dim"]:
-    """Plain grouped-query attention with a float32 softmax. A query with no key to see gets zeros, not NaN."""
-    batch, time, q_heads, head_dim = q.shape
-    grouped = q.reshape(batch, time, k.shape[2], q_heads // k.shape[2], head_dim)
-    precision = matmul_precision(q.dtype)
-    scores = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", grouped, k, precision=precision, preferred_element_type=jnp.float32
-    )
-    visible = mask[:, None, None]
-    weights = jax.nn.softmax(jnp.where(visible, scores * head_dim**-0.5, -1e30), axis=-1)
-    weights = jnp.where(visible, weights, 0.0)
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(dtype), v, precision=precision)
-    return out.reshape(batch, time, q_heads, head_dim)
-
-
-def segment_mask(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch time time"]:
-    """True where the query (second axis) may see the key (third): same segment, not later, not padding.
-
-    Segments 1 1 2 2 0 give
-        1 . . . .
-        1 1 . . .
-        . . 1 . .
-        . . 1 1 .
-        . . . . .
-    """
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    causal = jnp.tril(jnp.ones((segment_ids.shape[1],) * 2, bool))
-    return same & causal[None] & (segment_ids != 0)[:, :, None]
+def _rematerialised(layer: Callable, layout: Layout, remat: bool) -> Callable:
+    policies = jax.checkpoint_policies
+    if not remat:
+        # All is kept but the gathered weights, which would be a whole copy of the model on every device.
+        gathered = policies.save_anything_except_these_names(GATHERED)
+        return jax.checkpoint(layer, policy=gathered) if layout.gathers else layer
+    # Products with weights have no batch axis; those of attention have, and are computed again.
+    keep = policies.dots_with_no_batch_dims_saveable if layout.keep == "products" else None
+    return jax.checkpoint(layer, policy=keep)
 
 
 def embed(embedding: Float[Array, "vocab embed"], tokens: Int[Array, "batch time"]) -> Array:
@@ -282,11 +270,6 @@ def rotate(x: Float[Array, "batch time heads head_dim"], cos: Array, sin: Array)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
-
-
-def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """float32 means float32 on every backend: TPUs and GPUs would otherwise round float32 operands."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def _initial(

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tooljax.model.decoder import DecoderConfig, matmul_precision
+from tooljax.model.decoder import DecoderConfig
+from tooljax.model.precision import matmul_precision
 from tooljax.pytree import pytree_dataclass
 
 KEY_CHUNK = 128
@@ -86,7 +87,7 @@ def attend_cached(
     """Attention of the queries at `positions` over the cached positions up to and including their own.
 
     The batch is the slots from first_slot on. Of each, the first `chunks` chunks are read; the caller counts enough
-    for every result it will use. Softmax and sums are float32, as in `decoder.attention`.
+    for every result it will use. Softmax and sums are float32, as in `attention.plain`.
     """
     batch, time, q_heads, head_dim = q.shape
     kv_heads = keys.shape[1]

@@ -1,0 +1,73 @@
+"""Attention by the splash kernel that JAX ships for TPUs (jax.experimental.pallas.ops.tpu.splash_attention).
+
+The kernel skips blocks of later keys; segments are masked inside blocks. It takes one row at a time, heads first.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tooljax.sharding import Layout
+
+_BLOCKS = (1024, 512, 256, 128)
+
+
+def reason_not(layout: Layout, q: Any, k: Any) -> str:
+    """Why arrays of these shapes and dtype cannot be served; "" if they can."""
+    del k
+    if layout.platform != "tpu":
+        return f"it needs TPUs, not {layout.platform}"
+    if layout.ways("time") > 1:
+        return "mesh.context splits the time axis"
+    if q.shape[1] % _BLOCKS[-1]:
+        return f"a row length of {q.shape[1]} is no multiple of {_BLOCKS[-1]}"
+    return ""
+
+
+def attend(
+    q: Float[Array, "batch time q_heads head_dim"],
+    k: Float[Array, "batch key_time kv_heads head_dim"],
+    v: Float[Array, "batch key_time kv_heads head_dim"],
+    q_segments: Int[Array, "batch time"],
+    k_segments: Int[Array, "batch key_time"],
+    first: int | Int[Array, ""],
+    *,
+    dtype: jnp.dtype,
+    interpret: bool = False,
+) -> Float[Array, "batch time q_heads head_dim"]:
+    """See `tooljax.model.attention`; `first` is 0. `interpret` runs the kernel on any backend, slowly."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    del first
+    time, heads, head_dim = q.shape[1:]
+    block = next(size for size in _BLOCKS if time % size == 0)
+    kernel = splash.make_splash_mha(
+        mask=splash.MultiHeadMask([splash.CausalMask((time, time))] * heads),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_kv_compute=min(block, 512),
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=min(block, 512),
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+    heads_first = partial(jnp.swapaxes, axis1=1, axis2=2)
+    # Padding is a segment like the others to the kernel, so no softmax is empty.
+    out: Any = jax.vmap(kernel)(
+        heads_first(scaled),
+        heads_first(k),
+        heads_first(v),
+        splash.SegmentIds(q_segments, k_segments),
+    )
+    out = jnp.where((q_segments != 0)[:, :, None, None], heads_first(out), jnp.zeros((), out.dtype))
+    return out.astype(dtype)
