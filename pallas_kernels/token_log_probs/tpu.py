@@ -134,8 +134,8 @@ def _resident(
     """Tiles whose resident tokens, at `each` bytes, fit beside `fixed` bytes."""
     if device.tiles is not None:
         return device.tiles
-    # A MiB is for what the compiler puts on its stack.
-    fit = (VMEM_BYTES[device.kind] - _MIB - fixed) // (each * block)
+    # Two MiB are for what the compiler puts on its stack.
+    fit = (VMEM_BYTES[device.kind] - 2 * _MIB - fixed) // (each * block)
     if fit < 1:
         raise NotImplementedError(f"a block of {block} tokens does not fit VMEM of {device.kind}")
     blocks = pl.cdiv(tokens, block)
