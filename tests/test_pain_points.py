@@ -52,6 +52,21 @@ INDEX: dict[str, tuple[str, ...]] = {
         "tooljax/test_metrics.py::test_accuracy_with_and_without_tools",
         "rollout_sidecar/test_metrics_sidecar.py::test_the_gauges_of_the_sidecar_are_the_trainer_s_metrics",
     ),
+    "9: engine and trainer compute other log-probs": (
+        "tooljax/test_sampling.py::test_temperature_sharpens",
+        "tooljax/test_sampling.py::test_top_p_keeps_the_fewest_tokens_that_hold_it",
+        "tooljax/test_sampler.py::test_log_probs_are_the_trainers",
+        "pallas_kernels/test_token_log_probs.py::test_a_case_worked_by_hand",
+        "tooljax/test_config.py::test_settings_that_contradict_each_other",
+        "tooljax/test_log_prob_gate.py::test_two_sound_sides_agree_to_rounding",
+        "tooljax/test_log_prob_gate.py::test_a_trainer_that_forgets_the_temperature",
+        "tooljax/test_log_prob_gate.py::test_an_engine_at_another_temperature",
+        "tooljax/test_log_prob_gate.py"
+        "::test_an_engine_that_truncates_and_reports_log_probs_of_what_it_kept",
+        "tooljax/test_log_prob_gate.py::test_an_engine_that_rounds_its_logits",
+        "sglang/test_engine_sglang.py::test_log_probs_are_those_of_the_weights",
+        "sglang/test_engine_sglang.py::test_log_probs_of_a_cut_distribution_are_renormalised",
+    ),
     "10: thinking text holds a call": (
         "rollout_sidecar/test_formats.py::test_thinking_text_holds_no_calls",
         "rollout_sidecar/test_templates.py::test_thinking_that_the_prompt_opened_hides_calls",
@@ -136,6 +151,35 @@ INDEX: dict[str, tuple[str, ...]] = {
         "tooljax/test_advantages.py::test_groups_without_variance_get_exactly_zero",
         "tooljax/test_advantages.py::test_float64_rewards_that_differ_by_rounding_are_flagged",
         "tooljax/test_train.py::test_skipped_groups_leave_the_denominator",
+    ),
+    "21: prefixes of old weights are read on, and versions mislabelled": (
+        "tooljax/test_sampler.py::test_new_weights_leave_nothing_of_the_old",
+        "rollout_sidecar/test_engine_jax.py::test_new_weights_serve_as_if_they_had_been_loaded",
+        "rollout_sidecar/test_engine_jax.py"
+        "::test_running_turns_end_under_the_old_weights_and_later_ones_wait",
+        "rollout_sidecar/test_in_flight.py::test_the_embedded_engine_names_the_version_of_every_token",
+        "rollout_sidecar/test_in_flight.py"
+        "::test_what_is_under_way_goes_on_or_finishes_and_new_ones_get_the_new_weights",
+        "sglang/test_engine_sglang.py::test_weights_are_swapped_between_two_tokens",
+        "sglang/test_sidecar_sglang.py::test_pushed_weights_are_those_of_a_cold_engine",
+    ),
+    "22: a weight update breaks the server, leaks or is half done": (
+        "rollout_sidecar/test_weights.py"
+        "::test_a_flipped_bit_is_refused_by_name_and_the_old_version_stays",
+        "rollout_sidecar/test_weight_deltas.py::test_a_damaged_delta_is_refused_and_undone",
+        "rollout_sidecar/test_weight_deltas.py::test_there_is_never_a_second_copy",
+        "rollout_sidecar/test_weight_senders.py::test_half_a_part_is_no_part",
+        "rollout_sidecar/test_weight_senders.py::test_a_late_copy_of_a_part_changes_nothing",
+        "tooljax/test_push_delta.py::test_a_byte_flipped_on_the_way_is_sent_again_whole",
+        "tooljax/test_push_delta.py::test_the_base_moves_only_when_every_sidecar_has_acknowledged",
+        "tooljax/test_fleet.py"
+        "::test_a_replica_that_is_killed_and_started_again_serves_the_weights_before_it_is_used",
+        "tooljax/test_fleet_chaos.py::test_kills_at_random_moments",
+        "tooljax/test_fleet_faults.py"
+        "::test_of_two_trainers_that_push_at_once_one_wins_and_the_other_is_told",
+        "tooljax/test_fleet_faults.py"
+        "::test_a_sidecar_whose_disk_is_full_keeps_what_it_has_and_is_not_used_until_it_has_the_new",
+        "tooljax/test_pain_points_weights.py::test_pushes_leave_no_memory_behind",
     ),
     "23: a resumed run is not the run that was interrupted": (
         "e2e/test_resume.py::test_killed_at_any_step_it_resumes_bit_identically",
