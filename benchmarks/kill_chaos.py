@@ -2,13 +2,15 @@
 
     python benchmarks/kill_chaos.py
     python benchmarks/kill_chaos.py --kills 20 --seed 1 --sidecars 3
+    python benchmarks/kill_chaos.py --dtype float32     # little rounding, but no deltas
 
 Sidecars are processes of their own with the embedded engine (random weights of a tiny model), real pushes and
 conversations of several turns. Each step pushes new weights and rolls out under them, while one of the sidecars, or now
 and then all of them, is killed with SIGKILL and started again on its port. One more sidecar, which nobody kills and
-which gets every push whole, says what each trajectory must be: same weights, contexts and seeds give the same tokens,
-and the same log-probs but for rounding (one that went on elsewhere had its context read in other pieces). After every
-step each sidecar is asked for the hashes of what its engine holds.
+which gets every push whole, says what each trajectory must be: same weights, contexts and seeds give the same tokens
+and log-probs to the last bit. Where a trajectory went on in another sidecar, its context was read there in other
+pieces: log-probs may differ by rounding, and once in a while a token after that. A twentieth of the weights is drawn
+anew in each step, which moves log-probs by far more. After every step each sidecar is asked what its engine holds.
 Exit code 1 unless all counts of faults are 0. Moments are drawn from the seed; what they hit differs from run to run.
 """
 
@@ -16,18 +18,12 @@ import argparse
 import asyncio
 import collections
 import contextlib
-import http.client
-import json
 import os
 import random
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +32,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax.numpy as jnp
 import numpy as np
+from support.killing import Killer, Victim, watched_sidecars, write_model
 
 from rollout_sidecar.client import SidecarClient, SidecarError
-from rollout_sidecar.interactions import gsm8k
+from rollout_sidecar.conversation import first_difference
 from rollout_sidecar.protocol import (
     Limits,
     SamplingParams,
@@ -50,21 +47,10 @@ from tooljax.config.schema import WeightsConfig
 from tooljax.model import hf, tiny
 from tooljax.rollouts import Groups, Sidecars
 
-ROOT = Path(__file__).parents[1]
 TASKS, SAMPLES, TURNS = 6, 4, 6
-ALL = 0.15
-"""Share of the steps that kill every sidecar."""
 PART_BYTES = 4096
-ROUNDING = 1e-4
-"""Of log-probs in nats, computed in float32."""
-START_S = 120.0
-
-INTERACTION = """
-interaction:
-  - name: gsm8k
-    class_name: rollout_sidecar.interactions.gsm8k.Gsm8kInteraction
-    config: {stateless: true}  # its replies and scores follow from the messages: trajectories can go on elsewhere
-"""
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
+"""Of log-probs, in nats."""
 
 
 def main() -> int:
@@ -72,13 +58,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--sidecars", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=list(ROUNDING), default="bfloat16")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")
-        (folder / "interaction.yaml").write_text(INTERACTION)
         with contextlib.ExitStack() as stack:
-            made = [Victim(folder, i) for i in range(args.sidecars + 1)]
+            made = [
+                Victim(folder, i, args.dtype, slots=TASKS * SAMPLES)
+                for i in range(args.sidecars + 1)
+            ]
             for victim in made:
                 stack.callback(victim.kill)
                 victim.start()
@@ -87,86 +76,6 @@ def main() -> int:
             report = run(made[:-1], made[-1], args)
     show(report, args)
     return 1 if report.faults() else 0
-
-
-def write_model(folder: Path) -> None:
-    """A tiny random model whose turns end after some twenty tokens: fifteen more of its tokens end turns."""
-    tiny.build(folder, [gsm8k.INCORRECT, "Problem 12?"], vocab=300, embed=64, layers=2, seed=0)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    ids = tokenizer["model"]["vocab"]
-    ends = [ids[letter] for letter in "abcdefghijklmno"]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-
-
-class Victim:
-    """A sidecar in a process of its own, on a port that it keeps."""
-
-    def __init__(self, folder: Path, number: int):
-        self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._log = folder / f"log{number}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Returns before it can be used."""
-        options = ["--engine", "jax", "--model", self._folder / "model", "--dtype", "float32"]
-        options += ["--slots", TASKS * SAMPLES, "--max_model_tokens", 512, "--reward", "gsm8k"]
-        options += ["--interaction_config", self._folder / "interaction.yaml"]
-        options += ["--port", self._port, "--exit_with_parent"]
-        compiled = {"JAX_COMPILATION_CACHE_DIR": str(self._folder / "compiled")}
-        compiled["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        with self._log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_sidecar", *map(str, options)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={**os.environ, **compiled},
-            )
-
-    def wait(self) -> None:
-        """Until rollouts can start there. SystemExit, with its log, if it ends instead."""
-        until = time.monotonic() + START_S
-        while not self._is_ready():
-            assert self._process is not None
-            if self._process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"{self.url} did not start:\n{self._log.read_text()[-3000:]}")
-            time.sleep(0.05)
-
-    def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
-        try:
-            connection.request("GET", "/readyz")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-
-
-class Watched(SidecarClient):
-    """A client that remembers what it last asked of its sidecar, health aside."""
-
-    doing = ""
-
-    def _open(self, method: str, path: str, deadline: float, **kwargs: Any) -> Any:
-        if method == "POST" and path.endswith("/commit"):
-            self.doing = "push: commit"
-        elif method == "POST" and path.startswith("/v1/weights"):
-            self.doing = "push: begin"
-        elif method == "PUT":
-            self.doing = "push: parts"
-        elif method == "POST" and path == "/v1/rollouts":
-            self.doing = "rollout"
-        return super()._open(method, path, deadline, **kwargs)
 
 
 @dataclass
@@ -183,9 +92,13 @@ class ChaosReport:
     unknown_versions: int = 0
     """Sampled tokens without a version, or of another one than was asked for."""
     other_tokens: int = 0
-    """Trajectories with other tokens or log-probs than those of an undisturbed sidecar with the same weights."""
+    """Trajectories that are not those of an undisturbed sidecar with the same weights, beyond rounding."""
+    rounded: int = 0
+    """Trajectories that went on elsewhere, with log-probs that differ by rounding."""
+    flipped: int = 0
+    """Of these, those in which a later token differs."""
     apart: float = 0.0
-    """Largest difference of a log-prob from the undisturbed one's."""
+    """Largest difference of a log-prob by rounding."""
     mixed_weights: int = 0
     """Looks at a sidecar whose content hash or tensors are not those of the version that it names."""
     looks: int = 0
@@ -211,12 +124,14 @@ def run(victims: Sequence[Victim], witness: Victim, args: argparse.Namespace) ->
         killer = Killer(victims, sidecars, draw, report.moments)
         while report.moments.total() < args.kills:
             step = report.steps
-            expected = undisturbed.push(weights(step), step=step, weights=pushes("full"))
+            new = weights(step, args.dtype)
+            expected = undisturbed.push(new, step=step, weights=pushes("full"))
             for victim in victims:
                 victim.wait()
             killer.arm()
+            asked_again = sidecars.fleet.resumed + sidecars.fleet.restarted
             with killer.phase("push"):
-                pushed = sidecars.push(weights(step), step=step, weights=pushes("delta"))
+                pushed = sidecars.push(new, step=step, weights=pushes("delta"))
             assert pushed.content_hash == expected.content_hash
             report.full_resends += pushed.full_resends
             seen: list[int] = []
@@ -224,7 +139,9 @@ def run(victims: Sequence[Victim], witness: Victim, args: argparse.Namespace) ->
                 groups = roll(sidecars, step, killer.arrived, seen)
             killer.done()
             check_trajectories(report, groups, seen, sidecars.version_of(step))
-            compare(report, groups, roll(undisturbed, step, lambda share: None, []))
+            again = sidecars.fleet.resumed + sidecars.fleet.restarted - asked_again
+            wanted = roll(undisturbed, step, lambda share: None, [])
+            compare(report, groups, wanted, again, ROUNDING[args.dtype])
             for victim in victims:
                 victim.wait()
             look(report, sidecars, undisturbed)
@@ -236,25 +153,14 @@ def run(victims: Sequence[Victim], witness: Victim, args: argparse.Namespace) ->
     return report
 
 
-@contextlib.contextmanager
-def watched_sidecars(urls: Sequence[str]) -> Iterator[Sidecars]:
-    """The trainer's side, with clients that remember what they asked for."""
-    sidecars = Sidecars(urls, token=None, timeout_s=120.0)
-    for client in sidecars._clients:
-        client.__class__ = Watched
-    sidecars.fleet.period_s = 0.5
-    with sidecars:
-        yield sidecars
-
-
 def pushes(mode: Any) -> WeightsConfig:
     """Many small parts, so that a push has many moments."""
     return WeightsConfig(part_bytes=PART_BYTES, mode=mode, timeout_s=60.0)
 
 
-def weights(step: int) -> list[tuple[str, jnp.ndarray]]:
-    """Those after so many steps, in bfloat16: a twentieth of the elements moves in each."""
-    return [(name, jnp.asarray(array)) for name, array in _weights(step).items()]
+def weights(step: int, dtype: str) -> list[tuple[str, jnp.ndarray]]:
+    """Those after so many steps: a twentieth of the elements is drawn anew in each."""
+    return [(name, jnp.asarray(array, dtype)) for name, array in _weights(step).items()]
 
 
 _MADE: dict[int, dict[str, np.ndarray]] = {}
@@ -270,15 +176,15 @@ def _weights(step: int) -> dict[str, np.ndarray]:
 
             config = tiny.tiny_config(300, embed=64, layers=2)
             decoder = Decoder(config, rngs=nnx.Rngs(0))
-            before = {name: np.asarray(a) for name, a in hf.to_hf(config, decoder)}
+            before = {name: np.asarray(a, np.float32) for name, a in hf.to_hf(config, decoder)}
         else:
             before = _MADE.pop(step - 1)
         after = {}
         for name, array in before.items():
-            moved = array.astype(np.float32)
+            moved = array.copy()
             where = rng.random(array.shape) < 0.05
-            moved[where] += rng.normal(0, 0.02, int(where.sum()))
-            after[name] = moved.astype(jnp.bfloat16)
+            moved[where] = rng.normal(array.mean(), array.std(), int(where.sum()))
+            after[name] = moved
         _MADE[step] = after
     return _MADE[step]
 
@@ -312,67 +218,6 @@ def roll(sidecars: Sidecars, step: int, arrived: Any, seen: list[int]) -> Groups
     )
 
 
-# --- killing --------------------------------------------------------------------------------------------------------
-
-
-class Killer:
-    """Kills at a moment of the phase that was drawn, uniform over the time that the phase took before."""
-
-    def __init__(
-        self,
-        victims: Sequence[Victim],
-        sidecars: Sidecars,
-        draw: random.Random,
-        moments: collections.Counter[str],
-    ):
-        self._victims, self._sidecars, self._draw = victims, sidecars, draw
-        self._moments = moments
-        self._usual_s = {"push": 0.3, "rollout": 1.0}
-        self._timer: threading.Timer | None = None
-        self._phase, self._share, self._within = "", 0.0, ""
-
-    def arm(self) -> None:
-        """Draws phase and victims of the next step."""
-        self._phase = self._draw.choice(["push", "rollout"])
-        self._at = self._draw.random()
-        together = self._draw.random() < ALL
-        count = len(self._victims) if together else 1
-        self._chosen = self._draw.sample(range(len(self._victims)), count)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Within it, if it is the one that was drawn, somebody is killed."""
-        self._share, self._within = 0.0, name
-        for client in self._sidecars._clients:
-            client.doing = ""  # type: ignore[attr-defined]
-        if name == self._phase:
-            self._timer = threading.Timer(self._at * self._usual_s[name], self._kill)
-            self._timer.start()
-        started = time.monotonic()
-        yield
-        if name != self._phase:  # undisturbed
-            self._usual_s[name] = 0.5 * (self._usual_s[name] + time.monotonic() - started)
-
-    def arrived(self, share: float) -> None:
-        """So much of the rollout is there."""
-        self._share = share
-
-    def done(self) -> None:
-        """The step is over."""
-        assert self._timer is not None
-        self._timer.join()
-
-    def _kill(self) -> None:
-        for i in self._chosen:
-            doing = getattr(self._sidecars._clients[i], "doing", "")
-            if self._within == "rollout":
-                doing = f"rollout: {self._share // 0.25 * 25:.0f} % were there" if doing else "idle"
-            self._victims[i].kill()
-            self._moments[doing or "push: before it began"] += 1
-        for i in self._chosen:
-            self._victims[i].start()
-
-
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
@@ -402,22 +247,33 @@ def check_trajectories(
             report.unknown_versions += int((mask & ~known).sum())
 
 
-def compare(report: ChaosReport, groups: Groups, expected: Groups) -> None:
-    """Trajectories are those of the sidecar that was not killed."""
+def compare(
+    report: ChaosReport, groups: Groups, expected: Groups, asked_again: int, rounding: float
+) -> None:
+    """Trajectories are those of the sidecar that was not killed: to the last bit, or, of at most as many as were asked
+    for again, but for rounding."""
+    differing = 0
     for group, others in zip(groups, expected, strict=True):
         for one, other in zip(group, others, strict=True):
-            same = essence(one) == essence(other)
-            if same:
-                apart = np.abs(np.subtract(one.rollout_log_probs, other.rollout_log_probs))
-                report.apart = max(report.apart, float(apart.max(initial=0.0)))
-                same = not (apart >= ROUNDING).any()
-            report.other_tokens += not same
+            if essence(one) == essence(other):
+                continue
+            differing += 1
+            same = first_difference(one.token_ids, other.token_ids)
+            apart = np.subtract(one.rollout_log_probs[:same], other.rollout_log_probs[:same])
+            most = float(np.abs(apart).max(initial=0.0))
+            if one.seed != other.seed or most >= rounding:
+                report.other_tokens += 1
+                continue
+            report.rounded += 1
+            report.flipped += list(one.token_ids) != list(other.token_ids)
+            report.apart = max(report.apart, most)
+    report.other_tokens += max(0, differing - asked_again)
 
 
 def essence(trajectory: Trajectory) -> tuple[Any, ...]:
     """What must not depend on who died."""
-    tokens = (tuple(trajectory.token_ids), tuple(trajectory.loss_mask))
-    return (*tokens, trajectory.status, trajectory.reward, trajectory.seed)
+    tokens = (trajectory.token_ids, trajectory.loss_mask, trajectory.rollout_log_probs)
+    return (*map(tuple, tokens), trajectory.status, trajectory.reward, trajectory.seed)
 
 
 def look(report: ChaosReport, sidecars: Sidecars, undisturbed: Sidecars) -> None:
@@ -460,14 +316,16 @@ def show(report: ChaosReport, args: argparse.Namespace) -> None:
         "sampled tokens": report.tokens,
         "asked for again, from a finished turn": report.resumed,
         "asked for again, from the prompt": report.restarted,
+        "of these, other in the last bits": report.rounded,
+        "of these, with another token later": report.flipped,
+        "largest difference of a log-prob by rounding, nats": f"{report.apart:.1e}",
         "pushes that had to be sent whole": report.full_resends,
         "looks at what an engine holds": report.looks,
         "of these, started again and not used yet": report.stale,
-        "largest difference of a log-prob, nats": f"{report.apart:.1e}",
         "**trajectories lost**": report.lost,
         "**trajectories doubled**": report.doubled,
         "**tokens of unknown version**": report.unknown_versions,
-        "**trajectories other than undisturbed**": report.other_tokens,
+        "**trajectories other than undisturbed, beyond that**": report.other_tokens,
         "**looks that found mixed weights**": report.mixed_weights,
     }
     for name, count in rows.items():

@@ -86,7 +86,9 @@ async def test_of_two_trainers_that_push_at_once_one_wins_and_the_other_is_told(
         told = str(refusals[0])
         assert "only one trainer may push" in told or "is being served with other content" in told
         assert engine.weights == bytes_of(weights(1 + done[0]))
-        assert (await mine.info()).content_hash == results[done[0]].content_hash
+        winner = results[done[0]]
+        assert isinstance(winner, PushReport)
+        assert (await mine.info()).content_hash == winner.content_hash
         served = await mine.served_weights()
         held = {name: xxhash.xxh3_128_hexdigest(data) for name, data in engine.weights.items()}
         assert (served.version, served.hashes) == (2, held)
