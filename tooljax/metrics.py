@@ -115,6 +115,24 @@ REGISTRY: dict[str, Metric] = {
     ),
     "policy/clip_frac": Metric("Tokens whose ratio was clipped.", "fraction"),
     "policy/ratio_max": Metric("Largest ratio of a token."),
+    "policy/mismatch/kl": Metric(
+        "Before off-policy correction: KL(engine || trainer), k1.", "nats"
+    ),
+    "policy/mismatch/k3_kl": Metric("The same, k3 estimate.", "nats"),
+    "policy/mismatch/chi2_token": Metric("Mean squared ratio of trainer to engine, less 1."),
+    "policy/mismatch/chi2_seq": Metric("The same of whole trajectories."),
+    "policy/mismatch/training_ppl": Metric("Perplexity of trajectories, to the trainer."),
+    "policy/mismatch/rollout_ppl": Metric("The same, to the engine."),
+    "policy/is_weight/mean": Metric("Importance weight of a token."),
+    "policy/is_weight/max": Metric("The largest."),
+    "policy/is_weight/truncated_frac": Metric(
+        "Tokens whose weight is at a bound or 0.", "fraction"
+    ),
+    "policy/is_weight/ess": Metric("Share of the sample that the weights leave.", "fraction"),
+    "policy/rejected_frac": Metric("Tokens left out by off-policy rejection.", "fraction"),
+    "policy/kl_coef": Metric("Weight of the KL in this step, where it is steered."),
+    "policy/kl_reward": Metric("KL that was taken off the reward, mean of trajectories.", "nats"),
+    "rollout/refill_batches": Metric("Batches of prompts that a step sampled.", "batches"),
     "policy/lag/mean": Metric("Steps between sampling policy and trained policy.", "steps"),
     "policy/lag/max": Metric("The same, of the oldest token.", "steps"),
     # optimizer, speed, time

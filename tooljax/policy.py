@@ -64,7 +64,7 @@ def make_updater(
         optimizer,
         dtype=config.model.dtype,
         temperature=config.sampling.temperature,
-        objective=make_objective(config.grpo),
+        objective=make_objective(config),
         rows_per_microbatch=config.batch.rows_per_microbatch,
         remat=config.model.remat,
     )

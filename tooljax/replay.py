@@ -185,8 +185,8 @@ def _replay_loss(report: Report, config: Config, stored: StoredStep, batch: Trai
     batch = replace(
         batch, old_log_probs=arrays["old_log_probs"], ref_log_probs=arrays["ref_log_probs"]
     )
-    objective = make_objective(config.grpo)
-    batch = objective.prepare(batch, lambda _: log_probs)
+    objective = make_objective(config)
+    batch, _ = objective.prepare(batch, lambda _: log_probs)
     _, means, _ = objective(
         Sampled(jnp.asarray(log_probs), jnp.asarray(entropy)),
         batch,

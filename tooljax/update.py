@@ -123,23 +123,30 @@ class Updater:
         return out
 
     def update(
-        self, state: TrainState, batch: TrainBatch, *, loss: Loss = "grpo"
+        self,
+        state: TrainState,
+        batch: TrainBatch,
+        *,
+        loss: Loss = "grpo",
+        kl_coef: float | None = None,
     ) -> tuple[TrainState, Metrics]:
         """One optimizer step on the whole batch; consumes `state`.
 
         "sft" is the mean negative log-likelihood of the loss tokens, at temperature 1 and without advantages.
+        `kl_coef` is the weight of the KL in this update, where it is not the objective's own.
         A batch without loss tokens, or a loss or gradient that is not finite, leaves weights and moments as they are
         and reports optim/skipped = 1.
         """
         tokens = batch.loss_tokens
         self.seen = []
         if tokens == 0:
-            rate = self._optimizer.learning_rate(state.step)
-            state = TrainState(state.params, state.opt_state, state.step + 1)
-            return state, {"optim/skipped": 1.0, "optim/learning_rate": float(rate)}
+            return self._skipped(state, {})
         compute = self._in_model_dtype(state.params)
         objective = self._objectives[loss]
-        batch = objective.prepare(batch, partial(self.log_probs, compute))
+        batch, told = objective.prepare(batch, partial(self.log_probs, compute), kl_coef=kl_coef)
+        tokens = batch.loss_tokens
+        if tokens == 0:
+            return self._skipped(state, told)
         denominator = jax.device_put(np.float32(tokens))
         no_means = jax.device_put(dict.fromkeys(objective.metrics(batch), np.float32(0)))
         totals = self._zeros(state.params), no_means
@@ -150,7 +157,7 @@ class Updater:
                 totals, sampled = self._accumulate[loss](totals, compute, placed, denominator)
             self.seen.append(sampled)
         state, metrics = self._apply(state, *totals)
-        return state, {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return state, told | {name: float(x) for name, x in jax.device_get(metrics).items()}
 
     # --- what is compiled ---------------------------------------------------------------------------------------
 
@@ -210,6 +217,12 @@ class Updater:
         }
 
     # --- small parts --------------------------------------------------------------------------------------------
+
+    def _skipped(self, state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+        """An update without a token to learn from."""
+        rate = float(self._optimizer.learning_rate(state.step))
+        state = TrainState(state.params, state.opt_state, state.step + 1)
+        return state, metrics | {"optim/skipped": 1.0, "optim/learning_rate": rate}
 
     def _in_model_dtype(self, params: Params) -> Params:
         same = all(leaf.dtype == self._dtype for leaf in jax.tree.leaves(params))

@@ -10,6 +10,8 @@ import numpy as np
 from flax import nnx
 
 from tooljax.batch import PackItem
+from tooljax.grpo.policy_losses import PolicyLoss
+from tooljax.grpo.preparation import Preparation
 from tooljax.model.decoder import Decoder, DecoderConfig
 from tooljax.objective import GrpoObjective
 from tooljax.optimizer import make_optimizer
@@ -55,7 +57,9 @@ def new_updater(*, learning_rate: float = 0.01, kl_coef: float = 0.0, **changes)
     settings = {
         "dtype": "float32",
         "temperature": 1.0,
-        "objective": GrpoObjective(clip_low=0.2, clip_high=0.3, kl_coef=kl_coef),
+        "objective": GrpoObjective(
+            Preparation(PolicyLoss("vanilla", clip_low=0.2, clip_high=0.3)), kl_coef
+        ),
         "rows_per_microbatch": 1,
         "remat": False,
     } | changes

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 
+from tooljax.config.algorithm_checks import algorithm_problems
 from tooljax.config.errors import ConfigError
 from tooljax.config.schema import Config
 
@@ -37,6 +38,7 @@ def reason(field: str, value: object) -> str | None:
 def _problems(config: Config) -> Iterator[Problem]:
     if sentence := reason("grpo.group_size", config.grpo.group_size):
         yield ("grpo.group_size",), sentence
+    yield from algorithm_problems(config.grpo)
     yield from _sampling(config)
     yield from _lengths(config)
     yield from _row_lengths(config)

@@ -8,6 +8,7 @@ sidecar's host reads configs too, and has no JAX.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from tooljax.config.algorithm import GrpoConfig as GrpoConfig
 from tooljax.config.judging import EvaluateConfig as EvaluateConfig
 from tooljax.config.judging import GuardConfig as GuardConfig
 from tooljax.config.types import Count, CountOrZero, NonNegative, Positive, Range, Seconds
@@ -176,26 +177,6 @@ class RewardConfig:
     overlong_buffer_tokens: CountOrZero = 0
     """That penalty grows over the last so many tokens before limits.max_trajectory_tokens. Prompt and observations
     count towards the limit, as everywhere."""
-
-
-@dataclass(frozen=True)
-class GrpoConfig:
-    """Group relative policy optimisation (arXiv:2402.03300), with the DAPO paper's token-mean (arXiv:2503.14476)."""
-
-    group_size: Annotated[int, Range(low=2)] = 8
-    """Trajectories of one prompt. Advantages are relative within the group, so it takes at least 2."""
-    clip_low: Annotated[float, Range(low=0, below=1)] = 0.2
-    """The ratio is clipped at 1 - clip_low. Epsilon_low in DAPO."""
-    clip_high: NonNegative = 0.2
-    """The ratio is clipped at 1 + clip_high. Epsilon_high in DAPO."""
-    kl_coef: NonNegative = 0.001
-    """Weight of KL(policy || reference), per token, in nats. 0 skips the reference policy. Beta in GRPO."""
-    scale_by_std: bool = True
-    """Divide advantages by the group's standard deviation; off is Dr.GRPO (arXiv:2503.20783)."""
-    zero_variance: Literal["skip", "keep"] = "skip"
-    """A group whose rewards are all equal: leave its tokens out of the loss, or keep them for the KL term."""
-    updates_per_batch: Count = 1
-    """Optimizer updates made on each batch of rollouts, each on all of it."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def importance_weights(
 def accepted(
     log_ratio: Values, sequence: Sequence, *, kind: str, low: float, high: float
 ) -> Bool[np.ndarray, " tokens"]:
-    """Tokens that stay in the loss. `kind` is a name of verl's: token_, seq_sum_, seq_mean_ or seq_max_ before k1, k2 or
+    """Tokens that stay in the loss. `kind` is a name of verl: token_, seq_sum_, seq_mean_ or seq_max_ before k1, k2 or
     k3. `low` counts for k1 alone."""
     over, _, estimate = kind.rpartition("_")
     r = _limited(log_ratio)

@@ -10,6 +10,7 @@
     cispo    -sg[clip(ratio, 1 - eps_low, 1 + eps_high)] A log_probs      CISPO (arXiv:2506.13585)
     sapo     -A sigmoid(tau (ratio - 1)) 4 / tau                          SAPO (arXiv:2511.20347)
     gpg      -A log_probs                                                 GPG (arXiv:2504.02546)
+    clip_cov, kl_cov   vanilla without dual clip, and -ratio A; `covariance.py` says which tokens they hold back
 
 sg stops gradients. What belongs to a sequence is given, computed beforehand on the whole batch with the same weights:
 then the loss of a token depends on its own log-prob alone, its gradient is that of the paper's loss, and neither
@@ -18,6 +19,8 @@ microbatches, devices nor the streams of a trajectory have to meet.
 Differs from the papers: the log-ratio is first limited to +-20 (gspo: to at most 10), as in verl: a ratio cannot
 overflow.
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +31,51 @@ _MAX_GSPO_LOG_RATIO = 10.0
 
 Losses = tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]
 """The loss of each token, and where clipping changed it or took its gradient away."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """One of the losses above, by verl's name, with its settings."""
+
+    mode: str
+    clip_low: float
+    clip_high: float
+    clip_dual: float = 0.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __call__(
+        self,
+        log_probs: Float[Array, "*shape"],
+        old_log_probs: Float[Array, "*shape"],
+        advantages: Float[Array, "*shape"],
+        sequence_log_ratio: Float[Array, "*shape"] | None = None,
+    ) -> Losses:
+        """The loss of each token; without a sequence's log-ratio it is 0, as before a batch's first update."""
+        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        if sequence_log_ratio is None:
+            sequence_log_ratio = jnp.zeros_like(log_probs)
+        if self.mode == "kl_cov":  # it has its penalty in place of the clip
+            ratio = importance_ratio(log_probs, jax.lax.stop_gradient(old_log_probs))
+            return -advantages * ratio, jnp.zeros(ratio.shape, bool)
+        if self.mode == "clip_cov":
+            return clipped_ratio_loss(log_probs, old_log_probs, advantages, **clip)
+        if self.mode == "vanilla":
+            return clipped_ratio_loss(
+                log_probs, old_log_probs, advantages, clip_dual=self.clip_dual, **clip
+            )
+        if self.mode == "gspo":
+            return gspo_loss(log_probs, advantages, sequence_log_ratio, **clip)
+        if self.mode == "geo_mean":
+            return geo_mean_loss(log_probs, old_log_probs, advantages, sequence_log_ratio, **clip)
+        if self.mode == "cispo":
+            return cispo_loss(log_probs, old_log_probs, advantages, **clip)
+        if self.mode == "sapo":
+            taus = {"tau_positive": self.tau_positive, "tau_negative": self.tau_negative}
+            return sapo_loss(log_probs, old_log_probs, advantages, **taus)
+        if self.mode == "gpg":
+            return gpg_loss(log_probs, advantages)
+        raise ValueError(f"there is no policy loss {self.mode!r} (grpo.loss_mode)")
 
 
 def importance_ratio(
