@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--passes", default="forward,gradients")
     args = parser.parse_args()

@@ -54,6 +54,9 @@ RULES = [  # the first whose prefix fits
     Rule("tooljax.config", frozenset({"tooljax.config"}), set()),
     Rule("tooljax.compat", SHARED | {"tooljax"} | USER_FILES, TRAINER),
     Rule("tooljax.replay_rewards", SHARED | {"tooljax"} | SCORING, TRAINER),
+    Rule(  # a profile says what an aggregation of losses is called in the release that a user comes from
+        "tooljax.objective", SHARED | {"tooljax", "rollout_sidecar.profiles"}, TRAINER
+    ),
     Rule("tooljax", SHARED | {"tooljax", "pallas_kernels"}, TRAINER),
     Rule("rollout_sidecar.protocol", frozenset({"rollout_sidecar.protocol"}), WIRE),
     Rule("rollout_sidecar.client", SHARED | {"rollout_sidecar.weight_client"}, WIRE),

@@ -26,7 +26,7 @@ from tooljax.replay_rewards import NotRepeatable, RewardReplay
 from tooljax.sampled import Sampled
 from tooljax.store import Record, StoredStep, StoreError, read_step, stored_steps
 from tooljax.store.store import FOLDER
-from tooljax.train import make_batch
+from tooljax.training_batch import make_batch
 
 TOLERANCE = 1e-6
 """Of numbers up to 1; larger ones may differ by that share of themselves."""

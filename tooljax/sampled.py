@@ -62,7 +62,7 @@ def sampled_loss(
     if isinstance(decoder, Sampled):
         values = given | {"share": 1.0 / jnp.maximum(denominator, 1.0)}
         losses = loss_of(decoder.log_probs, values)
-        return jnp.sum(jnp.where(batch.loss_mask, losses, 0.0)), *decoder
+        return jnp.sum(jnp.where(batch.loss_mask, losses, 0.0)), decoder.log_probs, decoder.entropy
     hidden, targets, valid = _predictions(decoder, batch, remat=remat)
     values = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1).reshape(-1), given)
     values["share"] = jnp.broadcast_to(1.0 / jnp.maximum(denominator, 1.0), targets.shape)

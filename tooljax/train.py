@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from rollout_sidecar.client import SidecarError
-from rollout_sidecar.protocol import Task, Trajectory
+from rollout_sidecar.protocol import Task
 from rollout_sidecar.tokenizer import ChatTokenizer
-from tooljax.batch import TrainBatch, pack, trajectory_items
+from tooljax.batch import TrainBatch
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args
 from tooljax.data.records import read_tasks
 from tooljax.data.source import TaskSource
 from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
-from tooljax.grpo.advantages import group_advantages, zero_variance
+from tooljax.grpo.controller import KlController
 from tooljax.launch import check_files
 from tooljax.log_prob_gate import LogProbGate, LogProbMismatch
 from tooljax.metrics import rollout_metrics
@@ -33,13 +31,8 @@ from tooljax.run_dir import make_run_dir, write_config
 from tooljax.store.records import values_of_items
 from tooljax.store.store import Credit, TrajectoryStore
 from tooljax.trackers import Trackers
+from tooljax.training_batch import make_batch, refilled, why_untrainable, with_kl_in_reward
 from tooljax.update import Metrics, TrainState, Updater
-
-UNTRAINABLE = ("engine_error", "tool_error", "interaction_error", "context_rewritten", "aborted")
-"""Trajectories that ended so say nothing about the policy, whatever was sampled before."""
-
-ZERO_VARIANCE = "all rewards of its group are equal"
-"""Why those trajectories are left out, unless grpo.zero_variance keeps them."""
 
 
 def train(config: Config, sidecars: Sidecars) -> int:
@@ -66,7 +59,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
             with progress.phase("batch"):
                 batch, batch_metrics, credit = make_batch(config, groups)
             with progress.phase("update"):
-                state, batch, update_metrics = run.update(state, batch)
+                state, batch, update_metrics = run.update(state, batch, groups)
             step += 1
             # Before anything that can fail: the next rollout must see these weights.
             with progress.phase("push"):
@@ -74,14 +67,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
             with progress.phase("gate"):
                 verdict = run.gate.look(sidecars, state, step)
             with progress.phase("store"):
-                run.store.write(
-                    step,
-                    groups,
-                    credit=credit,
-                    values=values_of_items(batch, run.updater.seen),
-                    metrics=update_metrics,
-                    reward_weights=reward_weights(config.reward, step - 1),
-                )
+                run.store_step(step, groups, batch, credit, update_metrics)
             metrics = {
                 **run.describe(groups, step),
                 **batch_metrics,
@@ -105,62 +91,6 @@ def train(config: Config, sidecars: Sidecars) -> int:
     return step
 
 
-def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics, Credit]:
-    """The batch to train on: every trajectory weighted with its advantage in its group. Beside it metrics, and who got
-    what, and why not.
-
-    Trajectories without a sampled token, or that ended by somebody's fault but the policy's, count for nothing. A
-    group whose rewards are all equal teaches nothing; grpo.zero_variance says whether its tokens stay for the KL term.
-    """
-    reward = np.array([[t.reward for t in group] for group in groups], np.float32)
-    valid = np.array([[_trainable(trajectory) for trajectory in group] for group in groups])
-    advantages = np.asarray(
-        group_advantages(reward, scale_by_std=config.grpo.scale_by_std, valid=valid)
-    )
-    flat = np.asarray(zero_variance(reward, valid=valid))
-    trained = valid & (~flat[:, None] | (config.grpo.zero_variance == "keep"))
-    items = [
-        item
-        for i, group in enumerate(groups)
-        for j, trajectory in enumerate(group)
-        if trained[i, j]
-        for item in trajectory_items(trajectory, float(advantages[i, j]))
-    ]
-    batch = pack(
-        items,
-        row_lengths=config.batch.row_lengths,
-        rows_multiple=config.batch.rows_per_microbatch,
-    )
-    metrics = {
-        "reward/zero_variance_group_frac": float(flat.mean()),
-        "perf/padding_fraction": batch.padding_fraction,
-        "perf/loss_tokens": float(batch.loss_tokens),
-        "rollout/untrainable_frac": float(1 - valid.mean()),
-    }
-    dropped = [
-        [
-            why_untrainable(trajectory) or ("" if trained[i, j] else ZERO_VARIANCE)
-            for j, trajectory in enumerate(group)
-        ]
-        for i, group in enumerate(groups)
-    ]
-    return batch, metrics, Credit(advantages, dropped)
-
-
-def _trainable(trajectory: Trajectory) -> bool:
-    """Whether something was sampled, and its reward says something about the policy."""
-    return not why_untrainable(trajectory)
-
-
-def why_untrainable(trajectory: Trajectory) -> str:
-    """Why a trajectory is left out of every batch; "" if it can be trained on."""
-    if trajectory.status in UNTRAINABLE:
-        return f"it ended by {trajectory.status}"
-    if not any(any(stream.loss_mask) for stream in trajectory.streams):
-        return "nothing was sampled"
-    return "" if trajectory.scored else "it has no reward"
-
-
 @dataclass(frozen=True)
 class Run:
     """What a training run works with, and the steps of its loop."""
@@ -173,6 +103,7 @@ class Run:
     updater: Updater
     checkpointer: Checkpointer
     gate: LogProbGate
+    kl: KlController
     store: TrajectoryStore
 
     @property
@@ -215,6 +146,9 @@ class Run:
             updater,
             Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep),
             LogProbGate(config, policy, updater, tasks),
+            KlController(
+                config.grpo.kl_coef, config.grpo.kl_target or None, config.grpo.kl_horizon
+            ),
             TrajectoryStore(config, tasks),
         )
         changes = write_config(config)
@@ -229,11 +163,12 @@ class Run:
             return self.updater.init(self.policy.params), 0
         step, state, extra = found
         self.source.restore(extra["source"])
+        self.kl.restore(extra["kl"])
         return state, step
 
     def save(self, state: TrainState, step: int) -> None:
         """Writes a checkpoint of `step`, unless it is there."""
-        self.checkpointer.save(step, state, {"source": self.source.state()})
+        self.checkpointer.save(step, state, {"source": self.source.state(), "kl": self.kl.state()})
 
     def push(self, state: TrainState, step: int) -> Metrics:
         """Sends the weights to every sidecar and waits until all serve them."""
@@ -248,12 +183,13 @@ class Run:
 
     def rollout(self, step: int, progress: Progress) -> Groups:
         """Trajectories of the next tasks. Interrupted, the tasks are still to come."""
-        position = self.source.state()
-        try:
+        position, first = self.source.state(), (self.config.run.seed, step)
+
+        def sample(batch: int) -> Groups:
             return self.sidecars.rollout(
                 self.source.next(),
                 samples=self.config.grpo.group_size,
-                seed=(self.config.run.seed, step),
+                seed=(*first, batch) if batch else first,
                 sampling=sampling(self.config.sampling),
                 limits=limits(self.config.limits),
                 reward_weights=reward_weights(self.config.reward, step),
@@ -262,32 +198,58 @@ class Run:
                 step=step,
                 on_progress=progress.rollout,
             )
+
+        try:
+            return refilled(self.config, sample)
         except InterruptedRollout:
             self.source.restore(position)
             raise
 
     def update(
-        self, state: TrainState, batch: TrainBatch
+        self, state: TrainState, batch: TrainBatch, groups: Groups
     ) -> tuple[TrainState, TrainBatch, Metrics]:
         """All updates on one batch, which comes back with the log-probs that they took. Metrics are the last one's,
         except that every skip counts."""
+        grpo, metrics = self.config.grpo, {}
         if self.config.sidecar.share_gpu:
             self.sidecars.on_each(lambda client: client.release_engine(), interruptible=False)
-        if self.config.grpo.kl_coef > 0:
+        if grpo.kl_coef > 0:
             batch = batch.with_log_probs(ref=self.updater.log_probs(self.policy.params, batch))
-        if self.config.grpo.updates_per_batch > 1:
+        in_reward = grpo.kl_coef > 0 and grpo.kl_in == "reward"
+        # The engine's log-probs stand for the old ones where they are bypassed.
+        if in_reward or (grpo.updates_per_batch > 1 and grpo.rollout_correction != "bypass"):
             batch = batch.with_log_probs(old=self.updater.log_probs(state.params, batch))
-        metrics: Metrics = {}
-        for _ in range(self.config.grpo.updates_per_batch):
+        told: Metrics = {"policy/kl_coef": self.kl.coef} if grpo.kl_target else {}
+        if in_reward:
+            batch, told["policy/kl_reward"] = with_kl_in_reward(
+                self.config, groups, batch, self.kl.coef
+            )
+        for _ in range(grpo.updates_per_batch):
             skipped = metrics.get("optim/skipped", 0.0)
-            state, metrics = self.updater.update(state, batch)
+            state, metrics = self.updater.update(state, batch, kl_coef=self.kl.coef)
             metrics["optim/skipped"] += skipped
-        return state, batch, metrics
+        kl = told.get("policy/kl_reward", metrics.get("policy/kl_ref"))
+        if kl is not None:
+            self.kl.steer(kl, sum(map(len, groups)))
+        return state, batch, metrics | told
+
+    def store_step(
+        self, step: int, groups: Groups, batch: TrainBatch, credit: Credit, metrics: Metrics
+    ) -> None:
+        """Keeps what led to `step`, and what the loss was given for it."""
+        self.store.write(
+            step,
+            groups,
+            credit=credit,
+            values=values_of_items(batch, self.updater.seen),
+            metrics=metrics,
+            reward_weights=reward_weights(self.config.reward, step - 1),
+        )
 
     def describe(self, groups: Groups, step: int) -> Metrics:
         """Metrics of the trajectories that led to `step`."""
         trajectories = [trajectory for group in groups for trajectory in group]
-        if not any(map(_trainable, trajectories)):
+        if all(map(why_untrainable, trajectories)):
             first = trajectories[0]
             print(
                 f"step {step}: none of {len(trajectories)} trajectories can be trained on; the first "

@@ -70,17 +70,19 @@ def statistics(
     passes, steps = pl.cdiv(tokens, tiles.resident), pl.cdiv(vocab, tiles.columns)
     names = ("highest", "total", "picked", *(("weighted",) if entropy else ()))
     per_block = pl.BlockSpec((blocks, 1, tiles.block), lambda i, j, _: (i, 0, 0))
+    per_token = jax.ShapeDtypeStruct((passes * blocks, 1, tiles.block), jnp.float32)
+    residents = pl.BlockSpec(
+        (tiles.resident, embed), lambda i, j, _: (i, 0), pipeline_mode=pl.Buffered(1)
+    )
+    read = x.nbytes + passes * head.nbytes + 4 * (2 + len(names)) * tokens
+    options = {"vocab": vocab, "vocab_major": vocab_major, "entropy": entropy, "tiles": tiles}
     out = pl.pallas_call(
-        functools.partial(
-            _statistics_kernel, vocab=vocab, vocab_major=vocab_major, entropy=entropy, tiles=tiles
-        ),
+        functools.partial(_statistics_kernel, **options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(passes, steps),
             in_specs=[
-                pl.BlockSpec(
-                    (tiles.resident, embed), lambda i, j, _: (i, 0), pipeline_mode=pl.Buffered(1)
-                ),
+                residents,
                 head_spec(embed, tiles, vocab_major, lambda i, j, _: j),
                 per_block,
                 per_block,
@@ -92,16 +94,11 @@ def statistics(
                 *turned_head(embed, tiles, vocab_major, head.dtype),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct((passes * blocks, 1, tiles.block), jnp.float32)]
-        * len(names),
+        out_shape=[per_token] * len(names),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=run.vmem_bytes
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * tokens * embed * vocab,
-            transcendentals=tokens * vocab,
-            bytes_accessed=x.nbytes + passes * head.nbytes + 4 * (2 + len(names)) * tokens,
-        ),
+        cost_estimate=cost(x, head, products=1, read=read),
         interpret=run.interpret,
         name="token_log_probs_statistics",
     )(
@@ -203,6 +200,15 @@ def product(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
         (((a_axis,), (b_axis,)), ((), ())),
         precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
+    )
+
+
+def cost(x: Array, head: Array, *, products: int, read: int) -> pl.CostEstimate:
+    """For the compiler's scheduler: `products` of tokens and head, and bytes read and written."""
+    return pl.CostEstimate(
+        flops=2 * products * x.shape[0] * head.size,
+        transcendentals=x.shape[0] * (head.size // x.shape[1]),
+        bytes_accessed=read,
     )
 
 

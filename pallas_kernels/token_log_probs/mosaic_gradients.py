@@ -23,6 +23,7 @@ from pallas_kernels.token_log_probs.mosaic import (
     Run,
     Tiles,
     blocks_with_one,
+    cost,
     head_spec,
     product,
     turned_head,
@@ -63,17 +64,11 @@ def gradients(
         return pl.BlockSpec(shape, lambda *_: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
 
     more = [] if d_head is None else [d_head]
-    kernel = functools.partial(
-        _gradients_kernel,
-        vocab=vocab,
-        vocab_major=vocab_major,
-        adds=d_head is not None,
-        tiles=tiles,
-    )
+    options = {"vocab": vocab, "vocab_major": vocab_major, "adds": bool(more), "tiles": tiles}
     turned_sum = [] if vocab_major else [pltpu.VMEM((tiles.columns, embed), jnp.float32)]
-    float32_head = head.size * 4
+    read = x.nbytes + 4 * tokens * embed + head.nbytes + factors.nbytes + targets.nbytes
     out = pl.pallas_call(
-        kernel,
+        functools.partial(_gradients_kernel, **options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(steps,),
@@ -95,16 +90,7 @@ def gradients(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=run.vmem_bytes
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=6 * tokens * embed * vocab,
-            transcendentals=tokens * vocab,
-            bytes_accessed=x.nbytes
-            + tokens * embed * 4
-            + head.nbytes
-            + (2 if more else 1) * float32_head
-            + factors.nbytes
-            + targets.nbytes,
-        ),
+        cost_estimate=cost(x, head, products=3, read=read + 4 * (1 + len(more)) * head.size),
         interpret=run.interpret,
         name="token_log_probs_gradients",
     )(blocks_with_one(count, tiles), x, factors, targets, head, *more)
@@ -206,13 +192,13 @@ def powers(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=run.vmem_bytes
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * tokens * embed * vocab,
-            transcendentals=tokens * vocab,
-            bytes_accessed=x.nbytes
+        cost_estimate=cost(
+            x,
+            head,
+            products=1,
+            read=x.nbytes
             + passes * head.nbytes
-            + tokens * vocab * x.dtype.itemsize
-            + 4 * (2 + sums) * tokens,
+            + tokens * (vocab * x.dtype.itemsize + 4 * (2 + sums)),
         ),
         interpret=run.interpret,
         name="token_log_probs_powers",

@@ -286,7 +286,7 @@ def _powers(problem: Problem, rows: Rows, head: Head, again: Array) -> Rows:
             shift,
             vocab_major=problem.vocab_major,
             entropy=problem.entropy,
-            tiles=powers_tiles(*x.shape, x.dtype, device),
+            tiles=powers_tiles(x.shape[0], x.shape[1], x.dtype, device),
             run=_run(device),
         )
 

@@ -11,7 +11,7 @@ from tooljax.batch import unpack
 from tooljax.config import Config
 from tooljax.config.schema import BatchConfig, GrpoConfig
 from tooljax.rollouts import Sidecars
-from tooljax.train import make_batch
+from tooljax.training_batch import make_batch
 
 SCHEMA = {
     "type": "function",

@@ -37,7 +37,7 @@ def store(folder) -> TrajectoryStore:
 
 def write(folder, step: int):
     values = [{"advantages": np.array([0, 0, 0.5, 0.5], np.float32)}]
-    return store(folder).write(
+    path = store(folder).write(
         step,
         [[trajectory(0), trajectory(1)]],
         credit=Credit(np.array([[0.5, -0.5]]), [["", "nothing was sampled"]]),
@@ -45,6 +45,8 @@ def write(folder, step: int):
         metrics={"policy/loss": 0.25},
         reward_weights=RewardWeights(),
     )
+    assert path is not None
+    return path
 
 
 def test_a_step_comes_back(tmp_path):

@@ -71,8 +71,7 @@ class GuardConfig:
     """Tool collapse: how far tools/use_rate may fall below the highest mean that it had over `window` steps, as a share
     of that. Counted from the first full window, where that mean is at least 0.1."""
     max_accuracy_fall: Fraction = 0.1
-    """Signs of reward hacking: how far accuracy (rollout/accuracy and eval/accuracy, each by itself) may fall from one
-    half of its last `window` values to the other while reward/mean rises. Falls and rises within two standard errors
-    are noise."""
+    """Signs of reward hacking: how far accuracy may fall from one half of the last `window` values of rollout/accuracy
+    (or of 4 of eval/accuracy) to the other while reward/mean rises. Changes within two standard errors are noise."""
     window: Annotated[int, Range(low=4)] = 20
-    """Steps, or evaluations, that the two rules above look back on."""
+    """Steps that the two rules above look back on."""

@@ -6,14 +6,14 @@ section 2.2):
 n is the number of trajectories that the KL was measured on.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _MAX_ERROR = 0.2
 
 
-@dataclass(frozen=True)
+@dataclass
 class KlController:
-    """The weight that the next step uses. A checkpoint keeps `coef`; the rest is the config's."""
+    """The weight that the next step uses. A checkpoint keeps it; the rest is the config's."""
 
     coef: float
     target: float | None = None
@@ -21,17 +21,17 @@ class KlController:
     horizon: float = 10_000.0
     """Trajectories in which the weight grows or falls by at most a factor of about e^0.2."""
 
-    def after(self, kl: float, trajectories: int) -> "KlController":
-        """The controller after a step whose trajectories had that mean KL to the reference."""
-        if self.target is None or trajectories == 0:
-            return self
-        error = min(max(kl / self.target - 1.0, -_MAX_ERROR), _MAX_ERROR)
-        return replace(self, coef=self.coef * (1.0 + error * trajectories / self.horizon))
+    def steer(self, kl: float, trajectories: int) -> None:
+        """After a step whose trajectories had that mean KL to the reference."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1.0, -_MAX_ERROR), _MAX_ERROR)
+            self.coef *= 1.0 + error * trajectories / self.horizon
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
         return {"coef": self.coef}
 
-    def restored(self, state: dict[str, float]) -> "KlController":
-        """The controller of a checkpoint. A fixed weight is the config's, which may have changed since."""
-        return self if self.target is None else replace(self, coef=float(state["coef"]))
+    def restore(self, state: dict[str, float]) -> None:
+        """Goes on from a checkpoint. A weight that is fixed is the config's, which may have changed since."""
+        if self.target is not None:
+            self.coef = float(state["coef"])

@@ -7,7 +7,7 @@ import pytest
 from rollout_sidecar.protocol import Status, TokenStream, Trajectory
 from tooljax.config import Config
 from tooljax.config.schema import BatchConfig, GrpoConfig
-from tooljax.train import UNTRAINABLE, make_batch
+from tooljax.training_batch import UNTRAINABLE, make_batch
 
 BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1)
 
