@@ -71,9 +71,6 @@ def statistics(
     names = ("highest", "total", "picked", *(("weighted",) if entropy else ()))
     per_block = pl.BlockSpec((blocks, 1, tiles.block), lambda i, j, _: (i, 0, 0))
     per_token = jax.ShapeDtypeStruct((passes * blocks, 1, tiles.block), jnp.float32)
-    residents = pl.BlockSpec(
-        (tiles.resident, embed), lambda i, j, _: (i, 0), pipeline_mode=pl.Buffered(1)
-    )
     read = x.nbytes + passes * head.nbytes + 4 * (2 + len(names)) * tokens
     options = {"vocab": vocab, "vocab_major": vocab_major, "entropy": entropy, "tiles": tiles}
     out = pl.pallas_call(
@@ -82,7 +79,7 @@ def statistics(
             num_scalar_prefetch=1,
             grid=(passes, steps),
             in_specs=[
-                residents,
+                residents_spec(embed, tiles),
                 head_spec(embed, tiles, vocab_major, lambda i, j, _: j),
                 per_block,
                 per_block,
@@ -209,6 +206,12 @@ def cost(x: Array, head: Array, *, products: int, read: int) -> pl.CostEstimate:
         flops=2 * products * x.shape[0] * head.size,
         transcendentals=x.shape[0] * (head.size // x.shape[1]),
         bytes_accessed=read,
+    )
+
+
+def residents_spec(embed: int, tiles: Tiles) -> pl.BlockSpec:
+    return pl.BlockSpec(
+        (tiles.resident, embed), lambda *at: (at[0], 0), pipeline_mode=pl.Buffered(1)
     )
 
 

@@ -26,6 +26,7 @@ from pallas_kernels.token_log_probs.mosaic import (
     cost,
     head_spec,
     product,
+    residents_spec,
     turned_head,
     vocab_major_tile,
 )
@@ -173,9 +174,7 @@ def powers(
         functools.partial(_powers_kernel, vocab=vocab, vocab_major=vocab_major, tiles=tiles),
         grid=(passes, steps),
         in_specs=[
-            pl.BlockSpec(
-                (tiles.resident, embed), lambda i, j: (i, 0), pipeline_mode=pl.Buffered(1)
-            ),
+            residents_spec(embed, tiles),
             head_spec(embed, tiles, vocab_major, lambda i, j: j),
             per_row,
             per_row,
