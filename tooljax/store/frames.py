@@ -65,6 +65,8 @@ class FrameReader:
         self._path = path
         self.note = ""
         """What had to be dropped, once all frames have been read; "" if nothing."""
+        self.start = 0
+        """The byte at which the frame that was yielded last begins: `at` finds it again."""
 
     def __iter__(self) -> Iterator[bytes]:
         """The bodies, decompressed and checked."""
@@ -89,7 +91,20 @@ class FrameReader:
                         "and were dropped"
                     )
                     return
+                self.start = start
                 yield body
+
+    def at(self, start: int) -> bytes:
+        """The body of the frame that begins at a byte. ValueError if no whole one does."""
+        with self._path.open("rb") as file:
+            file.seek(start)
+            body = self._body(file.read(_HEAD.size), file, os.fstat(file.fileno()).st_size)
+        try:
+            if body is not None:
+                return zstandard.ZstdDecompressor().decompress(body)
+        except zstandard.ZstdError:
+            pass
+        raise ValueError(f"{self._path.name} has no whole frame at byte {start}; read it anew")
 
     def _body(self, head: bytes, file: Any, size: int) -> bytes | None:
         """The body that a head announces; None if it is not there."""

@@ -150,6 +150,16 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
     head = next(frames, None)
     if head is None:
         raise StoreError(f"{path} holds nothing that can be read: {reader.note or 'it is empty'}")
+    header = decode_header(head, path)
+    try:
+        records = [msgspec.msgpack.decode(frame, type=Record) for frame in frames]
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{path} holds what no release of tooljax wrote: {error}") from error
+    return StoredStep(header, records, losses(path, header, len(records), reader.note))
+
+
+def decode_header(head: bytes, path: Path) -> Header:
+    """The first frame of a step's file. StoreError if it is no header, or of another format."""
     try:
         found = msgspec.msgpack.decode(head, type=_Format).format
         if found != FORMAT:
@@ -157,14 +167,17 @@ def read_step(run_dir: str | Path, step: int) -> StoredStep:
                 f"{path} has format {found}, and this release reads format {FORMAT}: use the release "
                 "that wrote it"
             )
-        header = msgspec.msgpack.decode(head, type=Header)
-        records = [msgspec.msgpack.decode(frame, type=Record) for frame in frames]
+        return msgspec.msgpack.decode(head, type=Header)
     except msgspec.DecodeError as error:
         raise StoreError(f"{path} holds what no release of tooljax wrote: {error}") from error
-    notes = [reader.note] if reader.note else []
-    if len(records) < header.trajectories:
-        notes.append(f"{path.name}: {len(records)} of {header.trajectories} trajectories are left")
-    return StoredStep(header, records, notes)
+
+
+def losses(path: Path, header: Header, left: int, note: str) -> list[str]:
+    """What a step's file has lost, in sentences, when `left` records could be read and the reader left a note."""
+    notes = [note] if note else []
+    if left < header.trajectories:
+        notes.append(f"{path.name}: {left} of {header.trajectories} trajectories are left")
+    return notes
 
 
 class _Format(msgspec.Struct, tag="step"):
