@@ -51,28 +51,70 @@ GATHERED = "gathered weight"
 
 
 def make_mesh(
-    data: int | None = None,
+    data: int = -1,
     fsdp: int = 1,
     tensor: int = 1,
     context: int = 1,
     *,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh over all devices, or the given ones. `data` takes those that the other axes leave when it is None."""
+    """A mesh over all devices, or the given ones. The axis that is -1 takes those that the others leave.
+
+    With no axis -1 it is over as many devices as their product says, which on several hosts must be all of them.
+    ValueError names what does not fit, and a way out.
+    """
     devices = jax.devices() if devices is None else devices
-    inner = {"fsdp": fsdp, "tensor": tensor, "context": context}
-    sizes = {"data": max(1, len(devices) // math.prod(inner.values())) if data is None else data}
-    sizes |= inner
-    if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
-        wanted = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise ValueError(
-            f"mesh {wanted} = {math.prod(sizes.values())} must use all {len(devices)} devices; "
-            "leave data unset, and let the product of the others divide the number of devices"
-        )
+    sizes = _filled({"data": data, "fsdp": fsdp, "tensor": tensor, "context": context}, devices)
+    used = list(devices)[: math.prod(sizes.values())]
     grid = mesh_utils.create_device_mesh(
-        tuple(sizes.values()), list(devices), allow_split_physical_axes=True
+        tuple(sizes.values()), used, allow_split_physical_axes=True
     )
     return Mesh(np.asarray(grid), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _filled(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
+    """The sizes with a number in place of -1, after it has been checked that there are devices for them."""
+    count = len(devices)
+    shown = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    wrong = [axis for axis, size in sizes.items() if size < 1 and size != -1]
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if wrong or len(rest) > 1:
+        raise ValueError(
+            f"{shown}: sizes are 1 or more, and at most one is -1; "
+            f"change mesh.{(wrong or rest[1:])[0]}"
+        )
+    product = math.prod(size for size in sizes.values() if size != -1)
+    kind = f"{count} {devices[0].platform} devices"
+    fitting = [n for n in range(1, count + 1) if count % n == 0]
+    if rest and count % product:
+        raise ValueError(
+            f"{shown}: {kind} do not divide by the {product} that the other axes take, so mesh.{rest[0]}=-1 has no "
+            f"value; choose sizes whose product is one of {fitting}"
+        )
+    if product > count:
+        raise ValueError(
+            f"{shown} takes {product} devices, but there are {kind}; lower a size, or set one axis to -1 for all that "
+            "the others leave"
+        )
+    if not rest and product < count and len({device.process_index for device in devices}) > 1:
+        raise ValueError(
+            f"{shown} takes {product} of {kind}, but a run on several hosts uses all; set one axis to -1"
+        )
+    return {axis: count // product if size == -1 else size for axis, size in sizes.items()}
+
+
+def make_layout(
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    context: int = 1,
+    *,
+    attention: str = "auto",
+    devices: Sequence[Any] | None = None,
+) -> "Layout":
+    """The layout over such a mesh; one device needs none."""
+    mesh = make_mesh(data, fsdp, tensor, context, devices=devices)
+    return Layout(mesh if mesh.size > 1 else None, attention)
 
 
 def named_sharding(

@@ -292,6 +292,13 @@ def test_a_scope_is_not_mistaken_for_a_path_in_a_value(write):
         (["sampling.temperature=0"], "set sampling.temperature above 0"),
         (["sampling.top_p=0.9"], "sampling.top_p=0.9 samples from a truncated support"),
         (["sampling.top_k=20"], "sampling.top_k=20 samples from a truncated support"),
+        (["mesh.tensor=0"], "mesh.tensor=0 leaves no device; set it to 1 to split nothing"),
+        (["mesh.data=-1"], "mesh.data and mesh.fsdp are all -1, but only one axis can take"),
+        (
+            ["mesh.fsdp=3"],
+            "batch.rows_per_microbatch=8 does not divide over mesh.data=1 x mesh.fsdp=3; set it to a multiple of 3",
+        ),
+        (["mesh.context=3"], "batch.row_lengths has 1024, which does not divide over mesh.context=3"),
         (["evaluate.every_steps=5"], "evaluate.every_steps=5 but data.eval names no file"),
     ],
 )

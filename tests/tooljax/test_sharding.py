@@ -1,5 +1,6 @@
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from random_decoder import random_decoder
 
 from tolerance import tol
 from tooljax.model.decoder import Decoder, DecoderConfig
-from tooljax.sharding import RULES, make_mesh, named_sharding, shardings
+from tooljax.sharding import RULES, make_layout, make_mesh, named_sharding, shardings
 
 CONFIG = DecoderConfig(
     family="llama",
@@ -74,12 +75,38 @@ def test_data_takes_the_devices_that_are_left():
     assert list(two.devices.flat) == jax.devices()[:2]
 
 
+def test_numbers_without_a_rest_take_as_many_devices():
+    assert list(make_mesh(data=1, fsdp=2).devices.flat) == jax.devices()[:2]
+    assert make_layout(data=1).mesh is None
+    assert make_layout(data=1, fsdp=-1, attention="plain").ways("batch") == 8
+
+
 @pytest.mark.parametrize(
-    ("sizes", "product"), [({"tensor": 3}, 6), ({"data": 2, "fsdp": 2}, 4), ({"fsdp": 16}, 16)]
+    ("sizes", "sentence"),
+    [
+        (
+            {"tensor": 3},
+            "mesh.data=-1 x mesh.fsdp=1 x mesh.tensor=3 x mesh.context=1: 8 cpu devices do not divide by the 3 that "
+            "the other axes take, so mesh.data=-1 has no value; choose sizes whose product is one of [1, 2, 4, 8]",
+        ),
+        (
+            {"data": 2, "fsdp": 8},
+            "mesh.data=2 x mesh.fsdp=8 x mesh.tensor=1 x mesh.context=1 takes 16 devices, but there are 8 cpu devices; "
+            "lower a size, or set one axis to -1 for all that the others leave",
+        ),
+        ({"fsdp": -1}, "at most one is -1; change mesh.fsdp"),
+        ({"context": 0}, "sizes are 1 or more, and at most one is -1; change mesh.context"),
+    ],
 )
-def test_a_mesh_uses_every_device(sizes: dict[str, Any], product: int):
-    with pytest.raises(ValueError, match=rf"= {product} must use all 8 devices; leave data unset"):
+def test_a_mesh_that_cannot_be_is_refused(sizes: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         make_mesh(**sizes)
+
+
+def test_several_hosts_use_all_devices():
+    two_hosts = [SimpleNamespace(process_index=i // 4, platform="tpu") for i in range(8)]
+    with pytest.raises(ValueError, match=r"takes 4 of 8 tpu devices, but a run on several hosts"):
+        make_mesh(data=4, devices=two_hosts)
 
 
 def test_weights_are_placed_by_their_logical_axes(decoder: Decoder):

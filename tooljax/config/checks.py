@@ -43,6 +43,7 @@ def _problems(config: Config) -> Iterator[Problem]:
     yield from _lengths(config)
     yield from _row_lengths(config)
     yield from _reward(config)
+    yield from _mesh(config)
     if config.evaluate.every_steps and not config.data.eval:
         yield (
             ("evaluate.every_steps", "data.eval"),
@@ -128,4 +129,36 @@ def _row_lengths(config: Config) -> Iterator[Problem]:
             ("batch.row_lengths", "limits.max_trajectory_tokens"),
             f"batch.row_lengths={rows} cannot hold a trajectory of "
             f"limits.max_trajectory_tokens={longest}; add {longest} to batch.row_lengths or lower the limit",
+        )
+
+
+def _mesh(config: Config) -> Iterator[Problem]:
+    sizes = config.mesh.sizes
+    for name, size in sizes.items():
+        if size == 0:
+            yield (
+                (f"mesh.{name}",),
+                f"mesh.{name}=0 leaves no device; set it to 1 to split nothing, or to -1 for all devices that the "
+                "other axes leave",
+            )
+    open_ones = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
+    if len(open_ones) > 1:
+        yield (
+            tuple(open_ones),
+            f"{' and '.join(open_ones)} are all -1, but only one axis can take the devices that are left; "
+            "give numbers to the others",
+        )
+    rows, ways = config.batch.rows_per_microbatch, max(sizes["data"], 1) * max(sizes["fsdp"], 1)
+    if rows % ways:
+        yield (
+            ("batch.rows_per_microbatch", "mesh.data", "mesh.fsdp"),
+            f"batch.rows_per_microbatch={rows} does not divide over mesh.data={sizes['data']} x "
+            f"mesh.fsdp={sizes['fsdp']}; set it to a multiple of {ways}",
+        )
+    odd = [n for n in config.batch.row_lengths if n % max(sizes["context"], 1)]
+    if odd:
+        yield (
+            ("batch.row_lengths", "mesh.context"),
+            f"batch.row_lengths has {odd[0]}, which does not divide over mesh.context={sizes['context']}; "
+            "make every row length a multiple of it",
         )

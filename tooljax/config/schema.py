@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from tooljax.config.algorithm import GrpoConfig as GrpoConfig
 from tooljax.config.judging import EvaluateConfig as EvaluateConfig
 from tooljax.config.judging import GuardConfig as GuardConfig
+from tooljax.config.mesh import MeshConfig as MeshConfig
 from tooljax.config.types import Count, CountOrZero, NonNegative, Positive, Range, Seconds
 
 
@@ -38,6 +39,9 @@ class ModelConfig:
     """Of the trained weights and of what is sent to the engines. Softmax and log-probs are float32 always."""
     remat: bool = True
     """Recompute each layer in the backward pass instead of storing its activations."""
+    attention: Literal["auto", "plain", "blockwise", "cudnn", "splash"] = "auto"
+    """What computes attention in the trainer: the best that can serve, or one by name. cudnn needs NVIDIA GPUs and
+    bfloat16, splash TPUs; plain holds the scores of all pairs of a row, blockwise those of a block."""
 
 
 @dataclass(frozen=True)
@@ -303,6 +307,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
