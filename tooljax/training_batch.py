@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jaxtyping import Bool, Float
@@ -35,7 +36,8 @@ ZERO_VARIANCE = "all rewards of its group are equal"
 SURPLUS = "the batch was full"
 """Why groups are left out that grpo.zero_variance = "refill" has sampled beyond data.prompts_per_step."""
 
-Values = Float[np.ndarray, " tokens"]
+Values = Float[np.ndarray, " _tokens"]
+"""Of one trajectory's sampled tokens; each has its own number of them."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def with_kl_in_reward(
     """The batch of make_batch with advantages of rewards less kl_coef times the KL of each token, and that KL's mean
     over trajectories. Old and reference log-probs must be filled in."""
     judged = _judged(config, groups)
-    old, ref = batch.old_log_probs, batch.ref_log_probs
-    kl = unpack(np.asarray(kl_estimate(config.grpo.kl_loss_type, old, ref)), batch)  # type: ignore[arg-type]
+    old, ref = jnp.asarray(batch.old_log_probs), jnp.asarray(batch.ref_log_probs)
+    kl = unpack(kl_estimate(config.grpo.kl_loss_type, old, ref), batch)
     streams = iter(zip(kl, unpack(batch.loss_mask, batch), strict=True))
     found = []
     for i, j in judged.members:
@@ -204,9 +206,8 @@ def _advantages(
         out = []
         for m, member in enumerate(members):
             own = -penalties[m] if penalties else np.zeros(sampled[member])
-            own[-1] += judged.reward[
-                member
-            ]  # on the last trained token, wherever the trajectory ends
+            # On the last trained token, wherever the trajectory ends.
+            own[-1] += judged.reward[member]
             out.append(discounted_returns(own, gamma=grpo.gamma))
     if kind in WHITENED and out:
         cuts = np.cumsum([values.size for values in out])[:-1]

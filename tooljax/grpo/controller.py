@@ -6,6 +6,7 @@ section 2.2):
 n is the number of trajectories that the KL was measured on.
 """
 
+import math
 from dataclasses import dataclass
 
 _MAX_ERROR = 0.2
@@ -22,8 +23,8 @@ class KlController:
     """Trajectories in which the weight grows or falls by at most a factor of about e^0.2."""
 
     def steer(self, kl: float, trajectories: int) -> None:
-        """After a step whose trajectories had that mean KL to the reference."""
-        if self.target is not None:
+        """After a step whose trajectories had that mean KL to the reference. What is not a number steers nowhere."""
+        if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1.0, -_MAX_ERROR), _MAX_ERROR)
             self.coef *= 1.0 + error * trajectories / self.horizon
 
