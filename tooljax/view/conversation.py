@@ -12,7 +12,7 @@ from rollout_sidecar.protocol import Task, Trajectory
 from tooljax.store import Record
 from tooljax.store.records import StoredStream
 from tooljax.store.store import FOLDER
-from tooljax.view.why import MEANINGS
+from tooljax.view.why import MEANINGS, SETTINGS
 
 MAX_TOKENS = 8192
 """Tokens of one answer, at most."""
@@ -32,6 +32,7 @@ def describe(record: Record, task: Task | None) -> dict[str, Any]:
         "data_source": t.data_source,
         "status": t.status,
         "meaning": MEANINGS[t.status],
+        "settings": SETTINGS.get(t.status, ""),
         "error": t.error,
         "scored": t.scored,
         "reward": t.reward if t.scored else None,

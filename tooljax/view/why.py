@@ -9,18 +9,27 @@ from rollout_sidecar.protocol import CallStatus, Message, Status, Task
 
 MEANINGS: dict[Status, str] = {
     "completed": "the policy had no more to say",
-    "max_turns": "it still called a tool in the last turn allowed (limits.max_turns)",
-    "max_tokens": "it met a limit of tokens (limits.max_tokens_per_turn, limits.max_trajectory_tokens)",
+    "max_turns": "it still called a tool in the last turn allowed",
+    "max_tokens": "it met a token limit",
     "invalid_calls": "too many turns in a row held only calls that could not be executed",
-    "timeout": "its time was up (limits.trajectory_timeout_s)",
+    "timeout": "its time was up",
     "tool_error": "the tools could not be set up for this task",
     "interaction_error": "the interaction failed",
     "engine_error": "generation failed",
     "context_rewritten": "the chat template rewrote earlier turns",
-    "prompt_too_long": "the prompt is longer than limits.max_prompt_tokens",
+    "prompt_too_long": "the prompt is too long",
     "aborted": "the trainer asked for that",
 }
 """What each status says, as the end of a sentence."""
+
+SETTINGS: dict[Status, str] = {
+    "max_turns": "limits.max_turns",
+    "max_tokens": "limits.max_tokens_per_turn, limits.max_trajectory_tokens",
+    "invalid_calls": "limits.max_invalid_turns",
+    "timeout": "limits.trajectory_timeout_s",
+    "prompt_too_long": "limits.max_prompt_tokens",
+}
+"""The settings that decide on it."""
 
 FAULTS = frozenset({"tool_error", "interaction_error", "engine_error"})
 """Ends that are not the policy's fault."""
@@ -85,7 +94,7 @@ def badness(facts: Facts) -> tuple[int, float, bool, int]:
 def _sentences(facts: Facts, task: Task | None) -> Iterator[str]:
     if facts.status != "completed":
         told = f": {quoted(facts.error)}" if facts.error else ""
-        yield f"Ended by {facts.status}, {MEANINGS[facts.status]}{told}."
+        yield f"Ended by {facts.status}: {MEANINGS[facts.status]}{told}."
     answer = _last_line(facts.messages)
     if facts.status == "completed" and answer:
         expected = _expected(task)

@@ -9,19 +9,25 @@ import { conversation, why } from "./trajectory.js";
 export async function compare(parameters) {
   const { run, a, b } = parameters;
   const other = parameters.run_b || run;
-  const [left, right] = await Promise.all([side(parameters, run, a, "a"), side(parameters, other, b, "b")]);
+  const sides = {};
+  const told = (name) => (now) => {
+    sides[name].table.take(now); // one set of filters for both
+    replace("compare", { run, a, b, run_b: parameters.run_b, ...now });
+  };
+  [sides.a, sides.b] = await Promise.all([
+    side(parameters, run, a, "a", told("b")), side(parameters, other, b, "b", told("a"))]);
   return {
     title: `steps ${a} and ${b} of ${run}`,
     where: [h("a", { id: "up", href: link("run", { run }) }, run), h("span", null, `steps ${a} and ${b}`)],
     content: [
       h("h1", null, "Two steps side by side"),
-      h("div", { class: "pair" }, left.content, right.content),
-      section("What the update reported", null, difference(left.found, right.found, a, b)),
+      h("div", { class: "pair" }, sides.a.content, sides.b.content),
+      section("What the update reported", null, difference(sides.a.found, sides.b.found, a, b)),
     ],
   };
 }
 
-async function side(parameters, run, step, name) {
+async function side(parameters, run, step, name, told) {
   const [found, { steps }, { runs }] = await Promise.all([get("step", { run, step }), get("steps", { run }), get("runs")]);
   const go = (changed) => { location.hash = link("compare", { ...parameters, ...changed }); };
   const choice = h("select", { "aria-label": "step", onchange: () => go({ [name]: choice.value }) },
@@ -41,14 +47,13 @@ async function side(parameters, run, step, name) {
       why(view.found), ...view.content.filter(Boolean), view.panel);
     box.scrollIntoView({ block: "nearest" });
   };
-  const told = (now) => replace("compare", { ...Object.fromEntries(
-    ["run", "a", "b", "run_b"].map((key) => [key, parameters[key]])), ...now });
+  const list = await table(found, parameters, told, open);
   return {
     found,
+    table: list,
     content: h("div", { class: "side" },
       h("div", { class: "headline" }, runs.length > 1 && which, choice),
-      notes(found), tiles(found), found.worst && worstCard(found, "Worst trajectory"), box,
-      await table(found, parameters, told, open)),
+      notes(found), tiles(found), found.worst && worstCard(found, "Worst trajectory", open), box, list),
   };
 }
 

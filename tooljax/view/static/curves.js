@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { h, number, svg } from "./dom.js";
 
-const WIDTH = 300, HEIGHT = 110, LEFT = 40, RIGHT = 8, TOP = 8, BOTTOM = 18;
+const WIDTH = 300, HEIGHT = 110, LEFT = 48, RIGHT = 8, TOP = 8, BOTTOM = 18;
 
 export const STORY = [
   "reward/mean", "rollout/accuracy", "eval/accuracy", "tools/use_rate", "tools/valid_call_rate",

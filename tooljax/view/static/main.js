@@ -39,7 +39,8 @@ function keys(event) {
   if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
     document.getElementById(event.key === "ArrowLeft" ? "previous" : "next")?.click();
   } else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
-    const rows = [...document.querySelectorAll("a.row")];
+    const near = document.activeElement.closest(".list, table") ?? document.querySelector(".list");
+    const rows = [...(near?.querySelectorAll("a.row") ?? [])];
     const at = rows.indexOf(document.activeElement);
     if (!rows.length || (at < 0 && event.target !== document.body)) return;
     rows[Math.max(0, Math.min(rows.length - 1, at + (event.key === "ArrowDown" ? 1 : -1)))].focus();

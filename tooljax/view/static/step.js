@@ -56,16 +56,18 @@ export function tiles(found) {
     tile(percent(found.trained_on, all), "trained on"));
 }
 
-export function worstCard(found, title) {
+export function worstCard(found, title, open) {
   const { worst } = found;
+  const here = (event) => { if (open) { event.preventDefault(); open(worst.index); } };
   const href = link("trajectory", { run: found.run, step: found.step, index: worst.index, order: "worst" });
-  return h("a", { id: "worst", class: "card worst", href },
+  return h("a", { class: `card worst ${worst.correct ? "fine" : ""}`, href, onclick: here },
     h("span", { class: "title" }, title),
     h("span", { class: "why" }, worst.why),
     h("span", { class: "go" }, "Open this conversation →"));
 }
 
-// The filters and the list below them. `told` is called with the filters when they change.
+// The filters and the list below them. `told` is called with the filters when they change; the element's `take` sets
+// them.
 export async function table(found, parameters, told, open) {
   let now = { order: "worst", ...filters(parameters) }, offset = 0, asked = 0;
   const body = h("div", null);
@@ -80,25 +82,31 @@ export async function table(found, parameters, told, open) {
     }
     if (mine === asked) body.replaceChildren(...list(found, answer, now, open, (to) => { offset = to; fill(); }));
   };
-  const form = filterForm(found, now, (changed) => {
+  const section = h("section", null, h("h2", null, "Trajectories"), h("form"), body);
+  section.take = (changed) => {
     now = changed;
     offset = 0;
-    told?.(now);
+    section.querySelector("form").replaceWith(form());
     return fill();
+  };
+  const form = () => filterForm(found, now, (changed) => {
+    told?.(changed);
+    return section.take(changed);
   });
-  await fill();
-  return h("section", null, h("h2", null, "Trajectories"), form, body);
+  await section.take(now);
+  return section;
 }
 
 function filterForm(found, now, change) {
   const controls = {};
   const changed = () => change(Object.fromEntries(
     FILTERS.map((name) => [name, controls[name]?.value ?? ""]).filter(([, value]) => value !== "")));
-  const choice = (name, label, options) => {
+  const choice = (name, label, known) => {
+    const value = now[name] ?? known[0][0];
+    const options = known.some(([v]) => v === value) ? known : [...known, [value, `${value} (0)`]];
     controls[name] = h("select", { name, onchange: changed },
       options.map(([value, text]) => h("option", { value }, text)));
-    controls[name].value = now[name] ?? options[0][0];
-    if (controls[name].selectedIndex < 0) controls[name].value = options[0][0];
+    controls[name].value = value;
     return h("label", null, label, controls[name]);
   };
   const input = (name, label, type, size) => {

@@ -8,12 +8,13 @@ const FOLDED = 400; // tokens of a prompt or an observation that are shown befor
 
 export const COLOURS = {
   log_prob: { label: "log-prob", column: "rollout_log_prob", kind: "low", full: -5 },
-  ratio: { label: "ratio", column: "ratio", kind: "ratio" },
-  advantage: { label: "advantage", column: "advantage", kind: "signed" },
-  entropy: { label: "entropy", column: "entropy", kind: "high" },
+  ratio: { label: "ratio", column: "ratio", kind: "ratio", least: 0.01 },
+  advantage: { label: "advantage", column: "advantage", kind: "signed", least: 0.01 },
+  entropy: { label: "entropy", column: "entropy", kind: "high", least: 0.1 },
   none: { label: "no colour" },
 };
-const NICE = [1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1e3, 1e6];
+// Full colour is at one of these, so that a glance can compare trajectories; less than `least` is never full.
+const NICE = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1e3, 1e6];
 
 // All tokens of a stream as columns.
 export async function load(parameters, stream) {
@@ -57,10 +58,10 @@ export function spans(columns, stream, start, end, fold) {
 
 // Colours every token below `root`; the scale is one for all of them. Returns the legend.
 export function paint(root, streams, name) {
-  const { column, kind, full, label } = COLOURS[name] ?? COLOURS.none;
+  const { column, kind, full, least, label } = COLOURS[name] ?? COLOURS.none;
   const strength = { low: (v) => -v, high: (v) => v, ratio: Math.log, signed: (v) => v }[kind];
   const values = streams.flatMap((s) => s?.[column] ?? []).filter((v) => v !== null);
-  const most = Math.max(0, ...sample(values).map((v) => Math.abs(strength(v))));
+  const most = Math.max(least ?? 0, ...sample(values).map((v) => Math.abs(strength(v))));
   const scale = full ? -full : NICE.find((nice) => nice >= most) ?? most;
   for (const span of root.querySelectorAll(".t:not(.masked)")) {
     const value = strength && streams[span.dataset.stream][column]?.[span.dataset.i];

@@ -141,7 +141,7 @@ function facts(found, { run, step, index, ...list }) {
       entry("trained on", found.dropped ? `no: ${found.dropped}` : "yes"),
       found.ground_truth !== null && entry("expected", h("pre", null, json(found.ground_truth))),
       Object.entries(found.metrics).map(([k, v]) => entry(k, number(v))),
-      entry("ended by", `${found.status}: ${found.meaning}`),
+      entry("ended by", `${found.status}: ${found.meaning}${found.settings && ` (${found.settings})`}`),
       found.error && entry("error", h("pre", null, found.error)),
       entry("time", `${seconds(found.total_s)}, of that ${seconds(found.tool_s)} in tools`),
       found.data_source && entry("data", found.data_source),
