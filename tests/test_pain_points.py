@@ -29,7 +29,7 @@ INDEX: dict[str, tuple[str, ...]] = {
         "rollout_sidecar/test_agent_streams.py::test_fork_begins_a_stream_with_what_the_template_shows_then",
     ),
     "4: a reward on a masked last token is lost": (
-        "tooljax/test_train.py::test_advantages_reach_exactly_the_sampled_tokens",
+        "tooljax/test_training_batch.py::test_advantages_reach_exactly_the_sampled_tokens",
         "tooljax/test_pain_points_training.py"
         "::test_a_reward_reaches_the_sampled_tokens_of_a_trajectory_that_ends_in_an_observation",
     ),
@@ -150,7 +150,7 @@ INDEX: dict[str, tuple[str, ...]] = {
     "20: groups without variance pull by rounding noise": (
         "tooljax/test_advantages.py::test_groups_without_variance_get_exactly_zero",
         "tooljax/test_advantages.py::test_float64_rewards_that_differ_by_rounding_are_flagged",
-        "tooljax/test_train.py::test_skipped_groups_leave_the_denominator",
+        "tooljax/test_training_batch.py::test_skipped_groups_leave_the_denominator",
     ),
     "21: prefixes of old weights are read on, and versions mislabelled": (
         "tooljax/test_sampler.py::test_new_weights_leave_nothing_of_the_old",

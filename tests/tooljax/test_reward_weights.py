@@ -173,7 +173,7 @@ def test_an_evaluation_whose_rewards_fail_has_no_accuracy(tokenizer):
     ("binding", "message"),
     [
         ("sidecar.reward=gsm8k", r"no field 'reward' .*Did you mean section reward\?"),
-        ("sidecar.tool_reward_weight=1", r"Did you mean reward\.tool\?"),
+        ("sidecar.tool_reward_weight=1", r"Did you mean grpo\.reward_weights\?"),
         ("sidecar.valid_call_reward=0.1", r"Did you mean reward\.valid_call\?"),
         ("reward.turn_merge=avg", r"one of 'sum', 'mean', 'last', 'max'"),
         ("reward.function_kwargs={'a': 1}", r"is not a JSON object; write for example '\{\"format"),

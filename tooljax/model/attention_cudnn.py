@@ -94,15 +94,12 @@ def attend(
 def segment_spans(segment_ids: Int[Array, "batch time"]) -> tuple[Array, Array]:
     """Lengths [batch segments] and starts [batch segments + 1] of each row's segments, -1 where there are none.
 
-    Segments 1 1 2 2 2 0 give lengths 2 3 -1 ... and starts 0 2 5 -1 ...: the last start is where padding begins.
+    Segments 1 1 2 2 2 0 give lengths 2 3 -1 ... and starts 0 2 -1 -1 ...: JAX moves what is not -1 of all rows together
+    before cuDNN reads it, so that a row with one start more than lengths would shift every row after it.
     """
     ids = jnp.arange(1, MOST_SEGMENTS + 1, dtype=jnp.int32)
     lengths = jnp.sum(segment_ids[:, :, None] == ids[None, None], axis=1, dtype=jnp.int32)
     ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
     known = lengths > 0
     starts = jnp.where(known, ends - lengths, -1)
-    count = known.sum(axis=1, dtype=jnp.int32)[:, None]
-    index = jnp.arange(MOST_SEGMENTS + 1, dtype=jnp.int32)[None]
-    starts = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
-    starts = jnp.where(index == count, ends[:, -1:], starts)
-    return jnp.where(known, lengths, -1), starts
+    return jnp.where(known, lengths, -1), jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
