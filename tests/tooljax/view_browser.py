@@ -125,9 +125,7 @@ def browser(profile: Path, *, dark: bool = False, size: str = "1280,900") -> Ite
 
 def _ask(method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        url, data, {"Content-Type": "application/json"}, method=method
-    )
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=50) as answer:
             return json.load(answer)["value"]

@@ -5,7 +5,7 @@ Tokens are read when somebody looks at a trajectory, so a step of thousands of l
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     status: str
     reward: float | None
-    """None if it was not scored."""
+    """None if it was not scored, or aborted."""
     correct: bool
     advantage: float
     dropped: str
@@ -66,6 +66,8 @@ class StepIndex:
     notes: list[str]
     """What was lost of the file, in sentences."""
     _starts: list[int]
+    _found: dict[str, set[int]] = field(default_factory=dict)
+    """The text that was looked for last, and where it is."""
 
     @classmethod
     def read(cls, path: Path) -> "StepIndex":
@@ -96,13 +98,20 @@ class StepIndex:
         return msgspec.msgpack.decode(FrameReader(self.path).at(self._starts[index]), type=Record)
 
     def holding(self, text: str) -> set[int]:
-        """Places of trajectories whose messages, tool results or error have this text, in any case. Reads the file."""
+        """Places of trajectories whose messages, tool results or error have this text, in any case. Reads
+        the file, unless the same text was looked for last."""
         wanted = text.casefold()
-        reader = FrameReader(self.path)
-        frames = iter(reader)
-        next(frames, None)
-        found = enumerate(facts.trajectory for facts, _ in _facts(frames, reader))
-        return {i for i, facts in found if any(wanted in t.casefold() for t in _texts(facts))}
+        if wanted not in self._found:
+            reader = FrameReader(self.path)
+            frames = iter(reader)
+            next(frames, None)
+            of_file = enumerate(facts.trajectory for facts, _ in _facts(frames, reader))
+            found = {
+                i for i, facts in of_file if any(wanted in t.casefold() for t in _texts(facts))
+            }
+            self._found.clear()
+            self._found[wanted] = found
+        return self._found[wanted]
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Trajectories by what they can be filtered by, most frequent first."""
@@ -134,7 +143,7 @@ def _row(index: int, record: RecordFacts, task: Task | None) -> Row:
         sample=facts.sample_index,
         group=record.group,
         status=facts.status,
-        reward=facts.reward if facts.scored else None,
+        reward=facts.reward if facts.scored and facts.status != "aborted" else None,
         correct=facts.correct,
         advantage=record.advantage,
         dropped=record.dropped,

@@ -33,7 +33,9 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The rows, in order."""
         places = range(len(step.rows)) if self.order == "stored" else step.worst
         if self.order == "best":
-            places = reversed(step.worst)
+            unknown = [row.reward is None for row in step.rows]  # these come last here too
+            backwards = step.worst[::-1]
+            places = sorted(backwards, key=unknown.__getitem__)
         rows = [row for row in map(step.rows.__getitem__, places) if self._takes(row)]
         if self.text and rows:
             found = step.holding(self.text)

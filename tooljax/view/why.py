@@ -111,7 +111,7 @@ def _sentences(facts: Facts, task: Task | None) -> Iterator[str]:
         yield "It called no tool."
     if not facts.scored:
         yield "It has no reward: the reward function failed or could not run."
-    else:
+    elif facts.status != "aborted":
         terms = " + ".join(f"{name} {value:.4g}" for name, value in facts.reward_terms.items())
         yield f"Reward {facts.reward:.4g}{terms and ' = ' + terms}."
 

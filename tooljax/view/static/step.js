@@ -135,7 +135,7 @@ function filterForm(found, now, change) {
 function* list(found, { total, offset, rows }, now, open, go) {
   const last = offset + rows.length;
   yield h("div", { class: "headline" },
-    h("span", { class: "dim", id: "total" }, total ? `${offset + 1} to ${last} of ${total}` : "Nothing fits these filters."),
+    h("span", { class: "dim total" }, total ? `${offset + 1} to ${last} of ${total}` : "Nothing fits these filters."),
     offset > 0 && h("button", { type: "button", onclick: () => go(Math.max(0, offset - PAGE)) }, "← earlier"),
     last < total && h("button", { type: "button", onclick: () => go(last) }, "more →"));
   if (!total) return;

@@ -114,4 +114,4 @@ export function details(columns, i) {
 }
 
 // Ratios are all near 1: what matters is behind the third digit.
-const digits = (value) => (value === null || value === undefined ? "–" : value.toPrecision(6));
+const digits = (value) => (value === null || value === undefined ? "–" : value.toPrecision(7));

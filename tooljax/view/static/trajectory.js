@@ -42,7 +42,7 @@ export async function trajectory(parameters) {
 }
 
 export const why = (found) =>
-  h("div", { id: "why", class: `note ${found.correct ? "good" : "bad"}` }, statusBadge(found.status), found.why);
+  h("div", { id: "why", class: `note ${found.correct ? "good" : "bad"}` }, statusBadge(found.status), " ", found.why);
 
 // The conversation, and the panel that tells of one token. `told` is called with the colour when it is chosen.
 export async function conversation(parameters, told) {
