@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.token_log_probs import token_log_probs, token_loss
+from pallas_kernels.token_log_probs import Shards, token_log_probs, token_loss
 from tooljax.batch import TrainBatch
 from tooljax.model.decoder import Decoder
+from tooljax.sharding import Layout
 
 
 class Sampled(NamedTuple):
@@ -36,11 +37,17 @@ def sampled_log_probs(
 
     Both are 0 where loss_mask is False.
     """
+    layout = decoder.layout
     hidden, targets, valid = _predictions(decoder, batch, remat=remat)
     out = token_log_probs(
-        hidden, decoder.head_weight(), targets, valid=valid, temperature=temperature
+        hidden,
+        _head(decoder),
+        targets,
+        valid=valid,
+        temperature=temperature,
+        shards=_shards(layout),
     )
-    return _at_targets(out.log_prob, batch), _at_targets(out.entropy, batch)
+    return _at_targets(out.log_prob, batch, layout), _at_targets(out.entropy, batch, layout)
 
 
 def sampled_loss(
@@ -63,31 +70,45 @@ def sampled_loss(
         values = given | {"share": 1.0 / jnp.maximum(denominator, 1.0)}
         losses = loss_of(decoder.log_probs, values)
         return jnp.sum(jnp.where(batch.loss_mask, losses, 0.0)), decoder.log_probs, decoder.entropy
+    layout = decoder.layout
     hidden, targets, valid = _predictions(decoder, batch, remat=remat)
-    values = jax.tree.map(lambda x: jnp.roll(x, -1, axis=1).reshape(-1), given)
+    values = jax.tree.map(lambda x: layout.merged(jnp.roll(x, -1, axis=1)), given)
     values["share"] = jnp.broadcast_to(1.0 / jnp.maximum(denominator, 1.0), targets.shape)
     loss, out = token_loss(
         loss_of,
         values,
         hidden,
-        decoder.head_weight(),
+        _head(decoder),
         targets,
         valid=valid,
         temperature=temperature,
+        shards=_shards(layout),
     )
-    return loss, _at_targets(out.log_prob, batch), _at_targets(out.entropy, batch)
+    return loss, _at_targets(out.log_prob, batch, layout), _at_targets(out.entropy, batch, layout)
 
 
 def _predictions(decoder: Decoder, batch: TrainBatch, *, remat: bool) -> tuple[Array, Array, Array]:
     """Hidden states, the tokens they predict, and whether those are in the loss; rows and time as one axis."""
     tokens, mask = jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask)
     hidden = decoder.hidden(tokens, batch.positions, batch.segment_ids, remat=remat)
-    rows, time, embed = hidden.shape
     # The hidden state at t - 1 predicts token t. Rolling keeps the static shape; what wraps around is masked, because
     # the first token of a row is never in the loss.
-    targets, valid = (jnp.roll(x, -1, axis=1).reshape(-1) for x in (tokens, mask))
-    return hidden.reshape(rows * time, embed), targets, valid
+    merged = decoder.layout.merged
+    targets, valid = (merged(jnp.roll(x, -1, axis=1)) for x in (tokens, mask))
+    return merged(hidden), targets, valid
 
 
-def _at_targets(values: Array, batch: TrainBatch) -> Float[Array, "rows time"]:
-    return jnp.roll(values.reshape(batch.tokens.shape), 1, axis=1)
+def _head(decoder: Decoder) -> Array:
+    return decoder.layout.gather(decoder.head_weight(), "vocab", "embed")
+
+
+def _shards(layout: Layout) -> Shards:
+    """Over which devices the tokens of the batch and the vocabulary are spread."""
+    if layout.mesh is None:
+        return Shards()
+    tokens, vocab = layout.token_splits, layout.splits("vocab")
+    return Shards(tokens or None, vocab or None, layout.mesh)
+
+
+def _at_targets(values: Array, batch: TrainBatch, layout: Layout) -> Float[Array, "rows time"]:
+    return jnp.roll(layout.parted(values, batch.tokens.shape[0]), 1, axis=1)

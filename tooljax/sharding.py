@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 MESH_AXES = ("data", "fsdp", "tensor", "context")
 
@@ -130,7 +130,7 @@ def named_sharding(
     Raises ValueError for an unknown axis, for a mesh axis that would split two axes of the array (the second split
     has no devices left), and for a size that does not divide.
     """
-    spec: list[tuple[str, ...] | None] = []
+    spec: list[tuple[str, ...]] = []
     taken: dict[str, str] = {}
     for index, axis in enumerate(axes):
         if axis not in rules:
@@ -145,8 +145,8 @@ def named_sharding(
             taken[name] = axis
         if shape is not None:
             _check_divides(what, axis, shape[index], {name: mesh.shape[name] for name in split})
-        spec.append(split or None)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+        spec.append(split)
+    return NamedSharding(mesh, _partition_spec(spec))
 
 
 def shardings(abstract_params: Params, mesh: Mesh, *, rules: Rules = RULES) -> Params:
@@ -227,13 +227,30 @@ class Layout:
 
     def spec(self, *axes: str) -> PartitionSpec:
         """The axes as a shard_map takes them."""
-        return PartitionSpec(*(self.splits(axis) or None for axis in axes))
+        return _partition_spec([self.splits(axis) for axis in axes])
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Of arrays that every device has a copy of. There must be a mesh."""
+        assert self.mesh is not None, "one device has no placements"
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def pin(self, x: Array, *axes: str) -> Array:
-        """`x`, placed by its logical axes."""
+        """`x`, placed by its logical axes; whole on every device without any."""
         if self.mesh is None:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(*axes)))
+
+    def put(self, tree: Any, *axes: str) -> Any:
+        """Arrays of the host, the same on every host, as arrays on the devices, placed by their logical axes."""
+        if self.mesh is None:
+            return jax.device_put(tree)
+        place = NamedSharding(self.mesh, self.spec(*axes))
+        if place.is_fully_addressable:
+            return jax.device_put(tree, place)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, place, np.asarray(x).__getitem__), tree
+        )
 
     def gather(self, weight: Array, *axes: str) -> Array:
         """A weight as it is used; its gradient goes straight to where the weight is stored, a reduce-scatter."""
@@ -273,7 +290,12 @@ class Layout:
             self.gather(embedding, "vocab", "embed"), tokens
         )
 
-    def merged(self, x: Float[Array, "batch time ..."]) -> Array:
+    @property
+    def token_splits(self) -> tuple[str, ...]:
+        """The mesh axes that split the one axis of `merged`."""
+        return (*self.splits("batch"), *self.splits("time"))
+
+    def merged(self, x: Shaped[Array, "batch time ..."]) -> Array:
         """[batch * time, ...] in an order in which every device keeps its own tokens; `parted` takes it back."""
         if self.ways("time") == 1:
             return x.reshape(-1, *x.shape[2:])
@@ -311,6 +333,14 @@ def _regathered_backward(used: NamedSharding, stored: NamedSharding, _, cotangen
 
 
 _regathered.defvjp(_regathered_forward, _regathered_backward)
+
+
+def _partition_spec(splits: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """As JAX writes it: what a program returns then has the very placement that it was given, and compiles once."""
+    parts = [split[0] if len(split) == 1 else split or None for split in splits]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
 
 
 def _check_divides(what: str, axis: str, size: int, split: Mapping[str, int]) -> None:

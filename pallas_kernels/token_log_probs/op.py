@@ -118,7 +118,7 @@ def _fused_forward(
     return (loss, out), (gradients, head, _like(master))
 
 
-def _fused_shard(call: Call, hidden: Array, head: Head, rows: Rows, *, loss_of):
+def _fused_shard(call: Call, hidden: Array, head: Head, rows: dict[str, Any], *, loss_of):
     problem = call.problem
     given, tree = jax.tree.flatten(rows.pop("given"))
     rows, known = _of_this_shard(problem, rows | {"hidden": hidden}, head)

@@ -18,13 +18,13 @@ Head = tuple[Array, Array | None]
 
 
 class Shards(NamedTuple):
-    """Mesh axes over which tokens and vocabulary are spread.
+    """Mesh axes over which tokens and vocabulary are spread: one each, or several.
 
     Without `mesh` the call is made inside a shard_map, and so is its gradient; with it, on whole arrays.
     """
 
-    tokens: str | None = None
-    vocab: str | None = None
+    tokens: str | tuple[str, ...] | None = None
+    vocab: str | tuple[str, ...] | None = None
     mesh: Mesh | None = None
 
 

@@ -112,14 +112,10 @@ def test_several_hosts_use_all_devices():
 def test_weights_are_placed_by_their_logical_axes(decoder: Decoder):
     placed = shardings(nnx.state(decoder, nnx.Param), make_mesh(data=2, fsdp=2, tensor=2))
     # [vocab embed], [layer embed kv_heads head_dim], [layer ffw embed], [embed]
-    assert placed["embedding"].get_value().spec == PartitionSpec(("tensor",), ("fsdp",))
-    assert placed["layers"]["wk"].get_value().spec == PartitionSpec(
-        None, ("fsdp",), ("tensor",), None
-    )
-    assert placed["layers"]["w_down"].get_value().spec == PartitionSpec(
-        None, ("tensor",), ("fsdp",)
-    )
-    assert placed["final_norm"].get_value().spec == PartitionSpec(("fsdp",))
+    assert placed["embedding"].get_value().spec == PartitionSpec("tensor", "fsdp")
+    assert placed["layers"]["wk"].get_value().spec == PartitionSpec(None, "fsdp", "tensor")
+    assert placed["layers"]["w_down"].get_value().spec == PartitionSpec(None, "tensor", "fsdp")
+    assert placed["final_norm"].get_value().spec == PartitionSpec("fsdp")
 
 
 def test_abstract_weights_are_enough():

@@ -330,28 +330,6 @@ def test_remat_gives_the_same_gradient():
         np.testing.assert_allclose(recomputed[name], value, **tol(np.float32, gradient=True))
 
 
-def test_rows_spread_over_eight_devices_give_the_update_of_one():
-    _, params = model()
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    batch = pack(new_items((1, 2, 3, 4, 4, 0)), row_lengths=(16,), rows_multiple=8)
-    one = new_updater()
-    eight = new_updater(rows_per_microbatch=8, mesh=mesh)
-    np.testing.assert_allclose(
-        eight.log_probs(params, batch), one.log_probs(params, batch), **tol(np.float32, reduced=8)
-    )
-    found = gradient(eight, params, batch)
-    for name, value in gradient(one, params, batch).items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
-    metrics = [u.update(u.init(params), batch)[1] for u in (one, eight)]
-    assert metrics[0] == pytest.approx(metrics[1], abs=1e-5)
-
-
-def test_rows_that_cannot_be_spread_are_refused():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    with pytest.raises(ValueError, match=r"rows_per_microbatch=4 cannot be spread over 8 devices"):
-        new_updater(rows_per_microbatch=4, mesh=mesh)
-
-
 def test_a_missing_reference_is_refused():
     _, params = model()
     updater = new_updater(kl_coef=0.5)

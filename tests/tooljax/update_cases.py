@@ -63,7 +63,7 @@ def new_updater(*, learning_rate: float = 0.01, kl_coef: float = 0.0, **changes)
         "rows_per_microbatch": 1,
         "remat": False,
     } | changes
-    graphdef, _ = model(settings["dtype"])
+    graphdef = settings.pop("graphdef", None) or model(settings["dtype"])[0]
     return Updater(graphdef, optimizer, **settings)
 
 

@@ -38,9 +38,10 @@ def segment_attention(
     `layout.attention` names an implementation, or "auto" takes the best that can serve. NotImplementedError: the one
     that is named cannot, and why.
     """
-    rows, keys = layout.spec("batch", "time"), PartitionSpec(layout.splits("batch") or None)
-    queries = PartitionSpec(*rows, layout.splits("q_heads") or None)
-    values = PartitionSpec(*keys, None, layout.splits("kv_heads") or None)
+    rows, keys = layout.spec("batch", "time"), layout.spec("batch")
+    queries = layout.spec("batch", "time", "q_heads")
+    # Every device has the keys of all its rows' tokens, also where `context` splits the queries.
+    values = PartitionSpec(layout.splits("batch") or None, None, layout.splits("kv_heads") or None)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         name = chosen(layout, q, k)
