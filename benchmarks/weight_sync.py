@@ -1,15 +1,17 @@
 """What a push of weights costs: bytes against the entropy floor, seconds by stage, the pause of generation, memory.
 
-    python benchmarks/weight_sync.py                                    # all three tables, on this machine's CPU
+    python benchmarks/weight_sync.py                                    # the three tables, on this machine's CPU
     python benchmarks/weight_sync.py --engine sglang --size 0.5B        # on a GPU with SGLang, beside its own way
     python benchmarks/weight_sync.py --only density --model DIR         # how much one GRPO step changes a real model
-    python benchmarks/weight_sync.py --only push --size tiny --pushes 1000
+    python benchmarks/weight_sync.py --only slope --size tiny --pushes 1000
 
 1. codec: bytes and speed of coded deltas by the share of elements that change. Floor: elements x (H(p) + 16 p) bits,
    that is, positions and new values coded without knowing anything of them.
 2. density: what a GRPO step at a learning rate of 1e-6 changes in bfloat16 weights, by the trainer's own update.
-3. push: trainer and sidecar in processes of their own, over HTTP on loopback; then a check that the sidecar, host copy
-   and engine, holds what the trainer has.
+3. push: trainer and sidecar in processes of their own, over HTTP on loopback, and where the time of a push goes; then a
+   check that the sidecar, host copy and engine, holds what the trainer has, and which goals are reached.
+4. slope (only if asked for): many pushes, and after every one the hashes of what is served against a cold load; growth
+   of memory.
 """
 
 import argparse
@@ -20,19 +22,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.sidecar_process import (
-    generating,
-    gpu_bytes,
-    resident,
-    served,
-    status_bytes,
-    swap_seconds,
-    until_ready,
-)
+from support.sidecar_process import generating, served, swap_seconds, until_ready
+from support.weight_report import Push, print_goals, print_stages
+from support.weight_slope import Memory, memory_of, print_slopes, push_many
 
 from rollout_sidecar.client import SidecarClient
 from rollout_sidecar.weight_codec import Delta, decode, encode, entropy_floor_bits
@@ -56,13 +53,15 @@ HEAD_DIM = {"tiny": 32, "135M": 64, "0.5B": 64}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", choices=["codec", "density", "push"])
+    parser.add_argument("--only", choices=["codec", "density", "push", "slope"])
     parser.add_argument("--engine", choices=["jax", "sglang"], default="jax")
     parser.add_argument("--size", choices=list(SIZES), default="135M", help="random weights")
     parser.add_argument("--model", default="", help="density: a real model's folder")
     parser.add_argument("--updates", type=int, default=4, help="density: GRPO steps in a row")
-    parser.add_argument("--pushes", type=int, default=8, help="push: deltas")
-    parser.add_argument("--density", type=float, default=0.0, help="push: 0 takes the measured one")
+    parser.add_argument("--pushes", type=int, default=8, help="push, slope: deltas")
+    parser.add_argument(
+        "--density", type=float, default=0.0, help="push, slope: 0 takes the measured one, or 0.005"
+    )
     parser.add_argument(
         "--running", type=int, default=-1, help="push: trajectories under way; default 16, jax: 0"
     )
@@ -77,7 +76,7 @@ def main() -> None:
         codec_table()
     if args.only in (None, "density"):
         density = density or density_table(args)
-    if args.only in (None, "push"):
+    if args.only in (None, "push", "slope"):
         push_tables(args, density or 0.005)
 
 
@@ -272,34 +271,52 @@ async def push_all(
 ) -> None:
     from tooljax.weights.push import WeightSender
 
-    rows, memory = [], []
-    async with SidecarClient(url) as client:
+    pushes: list[Push] = []
+    memory: list[Memory] = []
+    full_bytes = sum(array.nbytes for array in tensors.values())
+    print(
+        f"{args.only or 'push'}: {args.size}, {full_bytes:,} bytes in full, engine {args.engine}, deltas"
+    )
+    print(f"of {density:.3%} of the elements, {args.running} trajectories under way\n", flush=True)
+    async with SidecarClient(url, timeout_s=600) as client:
         await until_ready(client)
+        if args.only == "slope":
+            move = partial(moved, density)
+            raise SystemExit(await push_many(client, process, tensors, move, args.pushes) > 0)
         sender = WeightSender([client], mode="delta", part_bytes=2**25)
-        full_bytes = sum(array.nbytes for array in tensors.values())
-        print(f"push: {args.size}, {full_bytes:,} bytes in full, engine {args.engine}, deltas of")
-        print(f"{density:.3%} of the elements, {args.running} trajectories under way\n")
         async with generating(client, args.running):
             for version in range(1, args.pushes + 2):
                 if version > 1:
-                    tensors = moved(tensors, density, version)
+                    tensors = moved(density, tensors, version)
                 report = await sender.push(tensors.items(), version=version, timeout_s=600)
-                rows.append((report, await swap_seconds(client)))
-                memory.append((resident(os.getpid()), resident(process), gpu_bytes()))
-        print_stages(rows)
-        print_memory(memory, process)
+                pushes.append(Push(report, await swap_seconds(client)))
+                memory.append(memory_of(process))
+        print_stages(pushes)
+        print_slopes(memory)
         # The hashes of the host copy, and what the engine holds otherwise.
         served_now = await client.served_weights()
-        assert served_now.content_hash == rows[-1][0].content_hash
+        assert served_now.content_hash == pushes[-1].report.content_hash
         print(
             f"hashes equal: True; tensors that the engine holds otherwise: {served_now.altered}\n"
         )
-        if args.engine == "sglang":
-            await compare_with_disk(client, rows, tensors, folder)
+        disk_s = await from_disk(client, tensors, folder) if args.engine == "sglang" else None
+        print_goals(pushes, disk_s)
 
 
-def moved(tensors: dict[str, Any], density: float, seed: int) -> dict[str, Any]:
-    """The weights with that share of elements one unit in the last place away."""
+def moved(density: float, tensors: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The weights with that share of elements one unit in the last place away. Done when this returns."""
+    import jax
+
+    move = mover(density)
+    keys = jax.random.split(jax.random.key(seed), len(tensors))
+    return jax.block_until_ready(
+        {n: move(a, key) for (n, a), key in zip(tensors.items(), keys, strict=True)}
+    )
+
+
+@cache
+def mover(density: float) -> Callable[[Any, Any], Any]:
+    """Compiled once for each shape."""
     import jax
     import jax.numpy as jnp
 
@@ -313,58 +330,11 @@ def moved(tensors: dict[str, Any], density: float, seed: int) -> dict[str, Any]:
         step = jnp.where(bits & jnp.uint16(0x7FFF) == 0, jnp.uint16(1), step)
         return jax.lax.bitcast_convert_type(jnp.where(changes, bits + step, bits), jnp.bfloat16)
 
-    keys = jax.random.split(jax.random.key(seed), len(tensors))
-    return {n: move(a, key) for (n, a), key in zip(tensors.items(), keys, strict=True)}
+    return move
 
 
-def print_stages(rows: list[tuple[Any, dict[str, float]]]) -> None:
-    """Seconds of the full push, of the first delta, which compiles, and the median of the others."""
-    columns = {"full": rows[:1], "first delta": rows[1:2], "delta": rows[2:]}
-    columns = {name: some for name, some in columns.items() if some}
-
-    def line(name: str, value: Callable[[Any, dict[str, float]], float], form: str) -> None:
-        values = (statistics.median(value(*row) for row in some) for some in columns.values())
-        print(f"{name:34}" + "".join(f"{value:{form}}" for value in values))
-
-    print(f"{'':34}" + "".join(f"{name:>14}" for name in columns))
-    line("bytes", lambda r, _: r.bytes, "14,.0f")
-    line("times smaller than in full", lambda r, _: r.full_bytes / r.bytes, "14,.1f")
-    line("seconds, all", lambda r, _: r.seconds, "14.3f")
-    line("  coding, before sending", lambda r, _: r.stages["code"], "14.3f")
-    for stage in ("find", "encode", "apply", "copy", "hash"):
-        line(f"    {stage} (sum over threads)", lambda r, _, s=stage: r.stages.get(s, 0.0), "14.3f")
-    line("  sending and all that follows", lambda r, _: r.stages["send"], "14.3f")
-    stages = ("verify", "stage", "pause", "probe")
-    for stage in stages:
-        line(f"    {stage} (sidecar)", lambda _, w, s=stage: w.get(s, 0.0), "14.3f")
-        for part in sorted(name for name in rows[0][1] if name.startswith(f"{stage}_")):
-            line(f"      {part}", lambda _, w, s=part: w.get(s, 0.0), "14.3f")
-    line(
-        "    the rest: HTTP",
-        lambda r, w: r.stages["send"] - sum(w.get(stage, 0.0) for stage in stages),
-        "14.3f",
-    )
-    print()
-
-
-def print_memory(memory: list[tuple[int, int, int]], process: int) -> None:
-    """Peaks, and what a push adds over the second half."""
-    half = memory[len(memory) // 2 :]
-    print(f"{'memory, MiB':34}{'now':>14}{'peak':>14}{'a push adds':>14}")
-    for index, (name, number) in enumerate((("trainer", os.getpid()), ("sidecar", process))):
-        slope = (half[-1][index] - half[0][index]) / max(len(half) - 1, 1)
-        values = (half[-1][index], status_bytes(number, "VmHWM"), slope)
-        print(f"{name:34}" + "".join(f"{value / 2**20:14.2f}" for value in values))
-    if half[-1][2]:
-        slope = (half[-1][2] - half[0][2]) / max(len(half) - 1, 1)
-        print(f"{'GPU, all processes':34}{half[-1][2] / 2**20:14.2f}{'':14}{slope / 2**20:14.2f}")
-    print()
-
-
-async def compare_with_disk(
-    client: SidecarClient, rows: list[Any], tensors: dict[str, Any], folder: Path
-) -> None:
-    """The same weights by way of a folder: written by the trainer, read by SGLang."""
+async def from_disk(client: SidecarClient, tensors: dict[str, Any], folder: Path) -> float:
+    """Seconds of the same weights by way of a folder: written by the trainer, read by SGLang."""
     from safetensors.numpy import save_file
 
     target = folder / "from_disk"
@@ -377,13 +347,10 @@ async def compare_with_disk(
             (target / file.name).write_bytes(file.read_bytes())
     answer = json.loads(await client._call("POST", f"/benchmark/from_disk?folder={target}"))
     assert answer["success"], answer
-    whole_s = saved_s + answer["seconds"]
     print(
-        f"update_weights_from_disk: written in {saved_s:.3f} s, read in {answer['seconds']:.3f} s"
+        f"update_weights_from_disk: written in {saved_s:.3f} s, read in {answer['seconds']:.3f} s\n"
     )
-    for name, some in (("full", rows[:1]), ("delta", rows[2:] or rows[1:])):
-        ours_s = statistics.median(report.seconds for report, _ in some)
-        print(f"  our {name} push takes {ours_s:.3f} s: {whole_s / ours_s:.1f} times faster")
+    return saved_s + answer["seconds"]
 
 
 if __name__ == "__main__":
