@@ -123,6 +123,10 @@ class TrainBatch:
             ref_log_probs=self.ref_log_probs if ref is None else ref,
         )
 
+    def without_loss(self) -> "TrainBatch":
+        """The same batch with no token to learn from."""
+        return replace(self, loss_mask=np.zeros(self.loss_mask.shape, bool))
+
     def microbatches(self, rows: int) -> "list[TrainBatch]":
         """The batch cut into pieces of `rows` rows, without placements: all pieces have one tree structure."""
         total = self.tokens.shape[0]

@@ -160,6 +160,7 @@ class Guard:
     def state(self) -> dict[str, Any]:
         """JSON for the checkpoint: a resumed run looks back on the same steps."""
         return {
+            "late": [list(alarm) for alarm in self._late],
             "known": sorted(self._known),
             "in_a_row": self._in_a_row,
             "rates": list(self._rates),
@@ -169,6 +170,7 @@ class Guard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes up what `state` gave."""
+        self._late = [Alarm(*alarm) for alarm in state["late"]]
         self._known = set(state["known"])
         self._in_a_row = state["in_a_row"]
         self._rates = deque(state["rates"], maxlen=self._config.window)

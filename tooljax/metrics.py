@@ -138,7 +138,10 @@ REGISTRY: dict[str, Metric] = {
     # optimizer, speed, time
     "optim/grad_norm": Metric("Global norm of the gradient, before clipping."),
     "optim/learning_rate": Metric("Of this step's last update."),
-    "optim/skipped": Metric("Updates skipped because loss or gradient was not finite.", "updates"),
+    "optim/skipped": Metric(
+        "Updates left out: no token to learn from, not finite, or beyond a limit of the guard section.",
+        "updates",
+    ),
     "perf/tokens_per_s": Metric("Tokens sampled per second of the whole step.", "tokens/s"),
     "perf/padding_fraction": Metric("Share of the batch that is padding.", "fraction"),
     "perf/loss_tokens": Metric("Tokens that the loss sums over.", "tokens"),

@@ -1,32 +1,36 @@
 """Recomputes stored steps: `python -m tooljax.replay RUN --step 12`. Exit code 1 if anything differs by more than 1e-6.
 
 From the trajectories as they are stored: the reward from texts and ground truth, the loss mask from the turns, the
-advantages from the rewards of each group, and the loss with its metrics from the log-probs that the update saw. Rewards
-are recomputed where the function is here and answers the same twice; else the table says why not.
+advantages from the rewards of each group, less the KL where that is in the reward, and the loss with its metrics from
+the log-probs that the update saw and the KL's weight in that step. Of several updates on a batch, the last. Rewards are
+recomputed where the function is here and answers the same twice; else the table says why not.
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from rollout_sidecar.protocol import Trajectory
-from tooljax.batch import TrainBatch
+from tooljax.batch import TrainBatch, unpack
 from tooljax.config import Config, ConfigError, load_config
 from tooljax.objective import make_objective
 from tooljax.replay_rewards import NotRepeatable, RewardReplay
 from tooljax.sampled import Sampled
 from tooljax.store import Record, StoredStep, StoreError, read_step, stored_steps
+from tooljax.store.records import PREPARED
 from tooljax.store.store import FOLDER
-from tooljax.training_batch import make_batch
+from tooljax.training_batch import make_batch, with_kl_in_reward
 
 TOLERANCE = 1e-6
 """Of numbers up to 1; larger ones may differ by that share of themselves."""
@@ -113,7 +117,7 @@ def replay_step(run_dir: str | Path, step: int) -> Report:
                 )
                 report.mismatches.append(mismatch)
     if not any(mismatch.quantity == "reason left out" for mismatch in report.mismatches):
-        _replay_loss(report, config, stored, batch)
+        _replay_loss(report, config, stored, groups, batch)
     else:
         report.skip("loss", "the batch is another one, see the mismatches")
     return report
@@ -167,36 +171,60 @@ def _replay_token_advantages(report: Report, record: Record, trajectory: Traject
         report.compare("advantage", where, worst, 0.0)
 
 
-def _replay_loss(report: Report, config: Config, stored: StoredStep, batch: TrainBatch) -> None:
-    """Loss and metrics, from the advantages of this replay and the log-probs of the run."""
+def _replay_loss(
+    report: Report,
+    config: Config,
+    stored: StoredStep,
+    groups: list[list[Trajectory]],
+    batch: TrainBatch,
+) -> None:
+    """Advantages of tokens, loss and metrics, from the rewards of this replay and the log-probs of the run."""
     if not batch.loss_tokens:
         report.skip("loss", "no token was trained on")
         return
-    streams = [s for r in stored.records if not r.dropped for s in r.streams]
-    items = [s for s in streams if s.loss_mask.unpack().any()]
+    kept = [r for r in stored.records if not r.dropped]
+    items = [s for r in kept for s in r.streams if s.loss_mask.unpack().any()]
     arrays = {
         name: _laid_out([stream.array(name) for stream in items], batch)
-        for name in ("log_probs", "entropy", "old_log_probs", "ref_log_probs")
+        for name in ("log_probs", "entropy", "old_log_probs", "ref_log_probs", PREPARED)
     }
+    batch = batch.with_log_probs(old=arrays["old_log_probs"], ref=arrays["ref_log_probs"])
+    told = stored.header.metrics
+    kl_coef = told.get("policy/kl_coef", config.grpo.kl_coef)
+    if config.grpo.kl_in == "reward" and batch.old_log_probs is not None and batch.has_ref:
+        batch, kl = with_kl_in_reward(config, groups, batch, kl_coef)
+        report.compare("loss", "policy/kl_reward", told.get("policy/kl_reward", math.nan), kl)
+    names = [_name(r.trajectory) for r in kept for s in r.streams if s.loss_mask.unpack().any()]
+    for name, stream, again in zip(names, items, unpack(batch.advantages, batch), strict=True):
+        _replay_packed_advantages(report, name, stream.array("advantages"), again)
     log_probs, entropy = arrays["log_probs"], arrays["entropy"]
     if log_probs is None or entropy is None:
-        report.skip("loss", "the update left no log-probs")
+        report.skip("loss", "no update was made, so there are no log-probs (guard/skipped)")
         return
-    batch = replace(
-        batch, old_log_probs=arrays["old_log_probs"], ref_log_probs=arrays["ref_log_probs"]
-    )
     objective = make_objective(config)
-    batch, _ = objective.prepare(batch, lambda _: log_probs)
-    _, means, _ = objective(
+    prepared = log_probs if arrays[PREPARED] is None else arrays[PREPARED]
+    batch, found = objective.prepare(batch, lambda _: prepared, kl_coef=kl_coef)
+    means = objective(
         Sampled(jnp.asarray(log_probs), jnp.asarray(entropy)),
-        batch,
+        jax.device_put(batch),
         jnp.float32(batch.loss_tokens),
         temperature=config.sampling.temperature,
         remat=False,
-    )
-    for name, value in means.items():
-        if name in stored.header.metrics:
-            report.compare("loss", name, stored.header.metrics[name], float(value))
+    )[1]
+    for name, value in (found | means).items():
+        if name in told:
+            report.compare("loss", name, told[name], float(value))
+
+
+def _replay_packed_advantages(
+    report: Report, name: str, stored: np.ndarray | None, again: np.ndarray
+) -> None:
+    """Of the tokens of a stream, the one that is furthest off."""
+    if stored is None:
+        report.skip("advantage", "it is not stored of each token")
+        return
+    worst = int(np.argmax(np.abs(stored - again)))
+    report.compare("advantage", f"{name}, token {worst}", float(stored[worst]), float(again[worst]))
 
 
 def _laid_out(values: Sequence[np.ndarray | None], batch: TrainBatch) -> np.ndarray | None:

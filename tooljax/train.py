@@ -1,14 +1,17 @@
 """Trains a tool-using policy with GRPO: `python -m tooljax.train --config configs/x.gin --set grpo.kl_coef=0.01`.
 
 One step: take tasks ▸ roll them out in the sidecars ▸ advantages ▸ batch ▸ update ▸ push the weights ▸ compare
-log-probs ▸ log ▸ evaluate ▸ save. A run that finds checkpoints in its folder goes on after the newest; Ctrl-C and
-SIGTERM save and end.
+log-probs ▸ evaluate ▸ log ▸ save. Guard rails look on, and may leave an update out, take weights back or end the run.
+A run that finds checkpoints in its folder goes on after the newest; Ctrl-C and SIGTERM save and end.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from rollout_sidecar.client import SidecarError
 from rollout_sidecar.protocol import Task
@@ -19,7 +22,9 @@ from tooljax.config import Config, parse_args
 from tooljax.data.records import read_tasks
 from tooljax.data.source import TaskSource
 from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
+from tooljax.evaluation.best import better, check_best_metric
 from tooljax.grpo.controller import KlController
+from tooljax.guards import Guard, GuardStop
 from tooljax.launch import check_files
 from tooljax.log_prob_gate import LogProbGate, LogProbMismatch
 from tooljax.metrics import rollout_metrics
@@ -49,40 +54,37 @@ def train(config: Config, sidecars: Sidecars) -> int:
         Progress(config.run.progress, config.run.steps, title=run.dir.name, start=step) as progress,
     ):
         if step == 0 and config.evaluate.every_steps:
-            trackers.log(0, run.evaluate() | verdict.metrics)
+            trackers.log(0, run.evaluate(0) | verdict.metrics)
         while step < config.run.steps and not sidecars.stop_requested:
             try:
                 with progress.phase("rollout"):
                     groups = run.rollout(step, progress)
             except InterruptedRollout:
                 break
-            with progress.phase("batch"):
-                batch, batch_metrics, credit = make_batch(config, groups)
-            with progress.phase("update"):
-                state, batch, update_metrics = run.update(state, batch, groups)
             step += 1
+            with progress.phase("batch"):
+                batch, metrics, credit = make_batch(config, groups)
+                metrics |= run.describe(groups, step)
+            with progress.phase("update"):
+                state, batch, update_metrics = run.update(state, batch, groups, step, metrics)
+                state = run.guarded(state, step, update_metrics)
             # Before anything that can fail: the next rollout must see these weights.
             with progress.phase("push"):
-                push_metrics = run.push(state, step)
+                metrics |= update_metrics | run.push(state, step)
             with progress.phase("gate"):
                 verdict = run.gate.look(sidecars, state, step)
             with progress.phase("store"):
                 run.store_step(step, groups, batch, credit, update_metrics)
-            metrics = {
-                **run.describe(groups, step),
-                **batch_metrics,
-                **update_metrics,
-                **push_metrics,
-                **verdict.metrics,
-            }
+            metrics |= verdict.metrics | sidecars.metrics()
             if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
                 with progress.phase("evaluate"):
-                    metrics |= run.evaluate()
+                    metrics |= run.evaluate(step)
+            metrics |= run.guard.metrics()
             trackers.log(step, metrics | progress.timings(), [t for group in groups for t in group])
             progress.step(step, metrics)
-            # After logging: a step that was saved is a step that was logged.
-            if step % config.checkpoint.every_steps == 0 or verdict.problem:
-                run.save(state, step)
+            # After logging: a step that was saved is a step that was logged. What a run is ended for is not saved.
+            run.guard.require()
+            run.keep(state, step, metrics, due=bool(verdict.problem))
             verdict.require()
         run.save(state, step)
     if step == config.run.steps:
@@ -104,6 +106,7 @@ class Run:
     checkpointer: Checkpointer
     gate: LogProbGate
     kl: KlController
+    guard: Guard
     store: TrajectoryStore
 
     @property
@@ -114,6 +117,7 @@ class Run:
     @classmethod
     def open(cls, config: Config, sidecars: Sidecars) -> "Run":
         """Reads policy and data, and writes the resolved config into the run's folder."""
+        check_best_metric(config.evaluate)
         run_dir = make_run_dir(config)
         policy = Policy.load(config.model.path, config.model.dtype)
         sidecars.check_fit(
@@ -149,6 +153,7 @@ class Run:
             KlController(
                 config.grpo.kl_coef, config.grpo.kl_target or None, config.grpo.kl_horizon
             ),
+            Guard(config.guard),
             TrajectoryStore(config, tasks),
         )
         changes = write_config(config)
@@ -158,17 +163,44 @@ class Run:
 
     def restore(self) -> tuple[TrainState, int]:
         """State and step of the newest checkpoint, with the data at its position; a fresh start if there is none."""
+        state, step, extra = self.newest()
+        if extra:
+            self.source.restore(extra["source"])
+            self.kl.restore(extra["kl"])
+            self.guard.restore(extra["guard"])
+        return state, step
+
+    def newest(self) -> tuple[TrainState, int, dict[str, Any]]:
+        """State, step and extras of the newest checkpoint; the first weights, 0 and nothing if there is none."""
         found = self.checkpointer.restore(abstract_state(self.updater, self.policy.params))
         if found is None:
-            return self.updater.init(self.policy.params), 0
+            return self.updater.init(self.policy.params), 0, {}
         step, state, extra = found
-        self.source.restore(extra["source"])
-        self.kl.restore(extra["kl"])
-        return state, step
+        return state, step, extra
 
     def save(self, state: TrainState, step: int) -> None:
         """Writes a checkpoint of `step`, unless it is there."""
-        self.checkpointer.save(step, state, {"source": self.source.state(), "kl": self.kl.state()})
+        parts = {"source": self.source, "kl": self.kl, "guard": self.guard}
+        self.checkpointer.save(step, state, {name: part.state() for name, part in parts.items()})
+
+    def keep(self, state: TrainState, step: int, metrics: Metrics, *, due: bool) -> None:
+        """Saves the step if it is due, or every so many steps, or the best that was evaluated so far."""
+        best = better(self.config.evaluate, self.checkpointer.best(), step, metrics)
+        if due or best or step % self.config.checkpoint.every_steps == 0:
+            self.save(state, step)
+        if best:
+            self.checkpointer.mark_best(best)
+
+    def guarded(self, state: TrainState, step: int, metrics: Metrics) -> TrainState:
+        """The state after an update with these metrics: the newest checkpoint's where the guard rails roll back. The
+        data goes on."""
+        if not self.guard.after_update(step, metrics):
+            return state
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # there may be no memory for two
+        state, back, _ = self.newest()
+        self.guard.rolled_back(step - back)
+        return state
 
     def push(self, state: TrainState, step: int) -> Metrics:
         """Sends the weights to every sidecar and waits until all serve them."""
@@ -206,11 +238,14 @@ class Run:
             raise
 
     def update(
-        self, state: TrainState, batch: TrainBatch, groups: Groups
+        self, state: TrainState, batch: TrainBatch, groups: Groups, step: int, seen: Metrics
     ) -> tuple[TrainState, TrainBatch, Metrics]:
         """All updates on one batch, which comes back with the log-probs that they took. Metrics are the last one's,
-        except that every skip counts."""
+        except that every skip counts. None is made where the guard rails object to what was `seen` of the rollouts."""
         grpo, metrics = self.config.grpo, {}
+        if self.guard.before_update(step, seen):
+            state, metrics = self.updater.update(state, batch.without_loss())
+            return state, batch, metrics
         if self.config.sidecar.share_gpu:
             self.sidecars.on_each(lambda client: client.release_engine(), interruptible=False)
         if grpo.kl_coef > 0:
@@ -226,7 +261,9 @@ class Run:
             )
         for _ in range(grpo.updates_per_batch):
             skipped = metrics.get("optim/skipped", 0.0)
-            state, metrics = self.updater.update(state, batch, kl_coef=self.kl.coef)
+            state, metrics = self.updater.update(
+                state, batch, kl_coef=self.kl.coef, limits=self.guard.update_limits()
+            )
             metrics["optim/skipped"] += skipped
         kl = told.get("policy/kl_reward", metrics.get("policy/kl_ref"))
         if kl is not None:
@@ -241,7 +278,7 @@ class Run:
             step,
             groups,
             credit=credit,
-            values=values_of_items(batch, self.updater.seen),
+            values=values_of_items(batch, self.updater.seen, self.updater.prepared),
             metrics=metrics,
             reward_weights=reward_weights(self.config.reward, step - 1),
         )
@@ -257,18 +294,16 @@ class Run:
                 file=sys.stderr,
             )
         lag = max(self.sidecars.policy_lag(trajectory, step - 1) for trajectory in trajectories)
-        return {
-            **rollout_metrics(trajectories),
-            **self.sidecars.metrics(),
-            "policy/lag/max": float(lag),
-        }
+        return {**rollout_metrics(trajectories), "policy/lag/max": float(lag)}
 
-    def evaluate(self) -> Metrics:
+    def evaluate(self, step: int) -> Metrics:
         """Metrics on held-out tasks, with the weights that the sidecars serve; none if it is interrupted."""
         try:
-            return evaluate(self.config, self.sidecars, self.held_out).metrics
+            metrics = evaluate(self.config, self.sidecars, self.held_out).metrics
         except InterruptedRollout:  # the step itself is done: it is logged and saved without them
             return {}
+        self.guard.after_evaluation(step, metrics)
+        return metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -285,7 +320,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         with open_sidecars(config) as sidecars:
             step = train(config, sidecars)
-    except (ValueError, SidecarError, CheckpointError, LogProbMismatch, OSError) as error:
+    except (
+        ValueError,
+        SidecarError,
+        CheckpointError,
+        LogProbMismatch,
+        GuardStop,
+        OSError,
+    ) as error:
         print(f"tooljax.train: {error}", file=sys.stderr)
         return 1
     if step == config.run.steps:

@@ -291,7 +291,7 @@ def test_an_interrupted_evaluation_is_neither_an_accuracy_nor_a_crash(tokenizer,
             killer = threading.Thread(target=interrupt_when_asked, args=[served[0]])
             killer.start()
             run = SimpleNamespace(config=small(), sidecars=sidecars, held_out=make_tasks(2))
-            assert Run.evaluate(run) == {}  # type: ignore[arg-type]
+            assert Run.evaluate(run, 1) == {}  # type: ignore[arg-type]
             killer.join()
             assert sidecars.stop_requested
 

@@ -15,6 +15,10 @@ from tooljax.store.arrays import Packed
 FORMAT = 1
 """Raised when an older reader could not read what is written."""
 
+PREPARED = "prepared_log_probs"
+"""What the last update was prepared with, where that took log-probs of its own: those of tokens that it rejected are
+nowhere else."""
+
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all that is stored: unknown fields are damage, or of a later release."""
@@ -46,7 +50,8 @@ class StoredStream(_Stored, frozen=True, kw_only=True):
     rollout_log_probs: Packed
     values: dict[str, Packed] = {}
     """What the loss was given for each token, under its name in the batch (advantages, old_log_probs, ref_log_probs),
-    and log_probs, the policy's own in the last update. Empty if the stream was left out of the batch."""
+    log_probs and entropy, the policy's own in the last update, and PREPARED. Empty if the stream was left out of the
+    batch."""
 
     def array(self, name: str) -> np.ndarray | None:
         """One of the values; None if it was not part of the loss."""
@@ -114,14 +119,25 @@ def make_record(
 
 
 def values_of_items(
-    batch: TrainBatch | PackedBatch, seen: Sequence[Sampled | None]
+    batch: TrainBatch | PackedBatch, seen: Sequence[Sampled | None], prepared: Any = None
 ) -> list[dict[str, np.ndarray]]:
     """For each packed item, in order, what its tokens' loss was made from.
 
     Args:
         batch: every float of it counts but rollout_log_probs, which the trajectory holds itself.
         seen: Updater.seen of its last update: log-probs and entropies of each microbatch.
+        prepared: Updater.prepared of it: what the objective asked for, [rows time] or a list of them; None if nothing.
     """
+    values = _values_of_groups(batch, seen)
+    if prepared is None:
+        return values
+    laid = unpack(prepared, batch) if isinstance(batch, TrainBatch) else batch.unpack(prepared)
+    return [value | {PREPARED: own} for value, own in zip(values, laid, strict=True)]
+
+
+def _values_of_groups(
+    batch: TrainBatch | PackedBatch, seen: Sequence[Sampled | None]
+) -> list[dict[str, np.ndarray]]:
     if isinstance(batch, TrainBatch):
         return _values_of_group(batch, seen)
     found: dict[int, dict[str, np.ndarray]] = {}
