@@ -6,6 +6,10 @@ the whole batch, the cut does not change the result. Their number may differ fro
 
 Trained weights are float32 also when the model computes in bfloat16: an update of 1e-6 would vanish in a bfloat16
 weight. They are rounded once an update, as are the weights that are sent to the engines.
+
+On a mesh every program is of the whole arrays, and `tooljax.sharding` says where their parts are: weights, moments and
+gradients where the rules put them, rows of a microbatch over `data` and `fsdp`. What an update says is the same on
+every mesh, up to the order of sums.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,22 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tooljax.batch import TrainBatch
+from tooljax.model.decoder import Decoder
 from tooljax.objective import LARGEST, Means, Objective, SftObjective
 from tooljax.optimizer import Optimizer
 from tooljax.pytree import pytree_dataclass
 from tooljax.sampled import Sampled, sampled_log_probs
+from tooljax.sharding import ONE_DEVICE, Layout, alike, shardings
 
 Params = Any
 """The weights of a decoder, as nnx.split gives them."""
 
 Loss = Literal["grpo", "sft"]
 Metrics = dict[str, float]
-
-_WHOLE, _ROWS = PartitionSpec(), PartitionSpec("data")
 
 
 @pytree_dataclass
@@ -48,7 +51,7 @@ class TrainState:
 
 
 class Updater:
-    """Compiles once, then updates. With a mesh, the rows of a microbatch are spread over its axis `data`."""
+    """Compiles once, then updates, on the layout's devices."""
 
     def __init__(
         self,
@@ -60,12 +63,13 @@ class Updater:
         objective: Objective,
         rows_per_microbatch: int,
         remat: bool,
-        mesh: Mesh | None = None,
+        layout: Layout = ONE_DEVICE,
     ):
-        if mesh is not None and rows_per_microbatch % mesh.shape["data"]:
+        if rows_per_microbatch % layout.ways("batch"):
             raise ValueError(
-                f"rows_per_microbatch={rows_per_microbatch} cannot be spread over {mesh.shape['data']} "
-                "devices; set batch.rows_per_microbatch to a multiple"
+                f"batch.rows_per_microbatch={rows_per_microbatch} does not divide over the {layout.ways('batch')} "
+                f"devices of mesh axes {' x '.join(layout.splits('batch'))}; set it to a multiple, or those axes to "
+                "sizes that divide it"
             )
         self._graphdef = graphdef
         self._optimizer = optimizer
@@ -74,19 +78,13 @@ class Updater:
         self._objectives: dict[str, Objective] = {"grpo": objective, "sft": SftObjective()}
         self._rows = rows_per_microbatch
         self._remat = remat
-        self._mesh = mesh
-        self._cast = jax.jit(partial(_cast, dtype=self._dtype))
-        self._zeros = jax.jit(_zeros)
-        self._forward = jax.jit(self._spread(self._forward_only, (_WHOLE, _ROWS), _ROWS))
+        self.layout = layout
+        """Where everything is."""
+        self._cast = jax.jit(self._rounded)
+        self._zeros = jax.jit(self._no_gradients)
+        self._forward = jax.jit(self._forward_only)
         self._accumulate: dict[str, Callable] = {
-            loss: jax.jit(
-                self._spread(
-                    partial(self._add_gradients, minimised),
-                    (_WHOLE, _WHOLE, _ROWS, _WHOLE),
-                    (_WHOLE, _ROWS),
-                ),
-                donate_argnums=0,
-            )
+            loss: jax.jit(partial(self._add_gradients, minimised), donate_argnums=0)
             for loss, minimised in self._objectives.items()
         }
         self._apply = jax.jit(self._apply_gradients, donate_argnums=0)
@@ -100,13 +98,20 @@ class Updater:
 
     def init(self, params: Params) -> TrainState:
         """The state before the first update. Copies `params`: they stay usable, for example as the reference."""
-        master = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-        state = TrainState(
-            params=master,
-            opt_state=self._optimizer.init(master),
-            step=jnp.zeros((), jnp.int32),
-        )
-        return state if self._mesh is None else jax.device_put(state, self._placement(_WHOLE))
+        if self.layout.mesh is None:
+            return self._first_state(params)
+        places = self.placement(jax.eval_shape(self._first_state, params))
+        return jax.jit(self._first_state, out_shardings=places)(params)
+
+    def placement(self, state: TrainState) -> TrainState | None:
+        """Where each array of a state is, which may be abstract; None if all are on one device."""
+        mesh = self.layout.mesh
+        if mesh is None:
+            return None
+        params = shardings(state.params, mesh)
+        moments = alike(state.opt_state, state.params, params, mesh)
+        places = [*jax.tree.leaves(params), *jax.tree.leaves(moments), self.layout.whole]
+        return jax.tree.unflatten(jax.tree.structure(state), places)
 
     def compute_params(self, state: TrainState) -> Params:
         """The weights in the model's dtype: what the loss uses, and what is sent to the engines.
@@ -121,7 +126,7 @@ class Updater:
         out = np.zeros(batch.tokens.shape, np.float32)
         for i, microbatch in enumerate(batch.microbatches(self._rows)):
             if microbatch.loss_tokens:
-                values = self._forward(compute, self._placed(microbatch))
+                values = self._forward(compute, self.layout.put(microbatch, "batch", "time"))
                 out[i * self._rows : (i + 1) * self._rows] = jax.device_get(values)
         return out
 
@@ -152,13 +157,13 @@ class Updater:
         tokens = batch.loss_tokens
         if tokens == 0:
             return self._skipped(state, told)
-        denominator = jax.device_put(np.float32(tokens))
-        no_means = jax.device_put(dict.fromkeys(objective.metrics(batch), np.float32(0)))
+        denominator = self.layout.put(np.float32(tokens))
+        no_means = self.layout.put(dict.fromkeys(objective.metrics(batch), np.float32(0)))
         totals = self._zeros(state.params), no_means
         for microbatch in batch.microbatches(self._rows):
             sampled = None
             if microbatch.loss_tokens:
-                placed = self._placed(microbatch)
+                placed = self.layout.put(microbatch, "batch", "time")
                 totals, sampled = self._accumulate[loss](totals, compute, placed, denominator)
             self.seen.append(sampled)
         bounds = jax.device_put(
@@ -170,8 +175,8 @@ class Updater:
     # --- what is compiled ---------------------------------------------------------------------------------------
 
     def _forward_only(self, params: Params, batch: TrainBatch) -> Float[Array, "rows time"]:
-        decoder = nnx.merge(self._graphdef, params)
-        return sampled_log_probs(decoder, batch, temperature=self._temperature)[0]
+        options = {"temperature": self._temperature}
+        return self.layout.pin(sampled_log_probs(self._decoder(params), batch, **options)[0])
 
     def _add_gradients(
         self,
@@ -185,7 +190,7 @@ class Updater:
 
         def loss(params: Params) -> tuple[Float[Array, ""], tuple[Means, Sampled]]:
             value, means, sampled = objective(
-                nnx.merge(self._graphdef, params),
+                self._decoder(params),
                 batch,
                 denominator,
                 temperature=self._temperature,
@@ -194,16 +199,14 @@ class Updater:
             return value, (means, sampled)
 
         gradients, (means, sampled) = jax.grad(loss, has_aux=True)(params)
-        if self._mesh is not None:
-            largest = jax.lax.pmax(means, "data")
-            gradients, means = jax.lax.psum((gradients, means), "data")
-            means |= {name: largest[name] for name in means if name in LARGEST}
         summed = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals[0], gradients)
         means = {
             name: (jnp.maximum if name in LARGEST else jnp.add)(totals[1][name], value)
             for name, value in means.items()
         }
-        return (summed, means), sampled
+        # Whole log-probs, so that every host can read them.
+        sampled = jax.tree.map(self.layout.pin, sampled)
+        return (self._stored(summed), means), sampled
 
     def _apply_gradients(
         self, state: TrainState, gradients: Params, means: Means, limits: dict[str, Array]
@@ -221,7 +224,7 @@ class Updater:
             (params, opt_state),
             (state.params, state.opt_state),
         )
-        return TrainState(params, opt_state, state.step + 1), means | {
+        return self._in_place(TrainState(params, opt_state, state.step + 1)), means | {
             "optim/grad_norm": norm,
             "optim/learning_rate": rate,
             "optim/skipped": 1.0 - made.astype(jnp.float32),
@@ -243,27 +246,30 @@ class Updater:
         same = all(leaf.dtype == self._dtype for leaf in jax.tree.leaves(params))
         return params if same else self._cast(params)
 
-    def _placed(self, batch: TrainBatch) -> TrainBatch:
-        return jax.device_put(batch, None if self._mesh is None else self._placement(_ROWS))
+    def _first_state(self, params: Params) -> TrainState:
+        master = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+        return TrainState(master, self._optimizer.init(master), jnp.zeros((), jnp.int32))
 
-    def _placement(self, spec: PartitionSpec) -> NamedSharding:
-        assert self._mesh is not None, "only called with a mesh"
-        return NamedSharding(self._mesh, spec)
+    def _decoder(self, params: Params) -> Decoder:
+        decoder = nnx.merge(self._graphdef, params)
+        decoder.layout = self.layout
+        return decoder
 
-    def _spread(
-        self, function: Callable, inputs: tuple, outputs: PartitionSpec | tuple
-    ) -> Callable:
-        """The function on each device's rows, with explicit sums over devices inside."""
-        if self._mesh is None:
-            return function
-        return jax.shard_map(
-            function, mesh=self._mesh, in_specs=inputs, out_specs=outputs, check_vma=False
-        )
+    def _rounded(self, params: Params) -> Params:
+        return self._stored(jax.tree.map(lambda x: x.astype(self._dtype), params))
+
+    def _no_gradients(self, params: Params) -> Params:
+        return self._stored(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
+
+    def _stored(self, params: Params) -> Params:
+        """Inside what is compiled: weights, or what mirrors them, where weights are stored."""
+        mesh = self.layout.mesh
+        return params if mesh is None else _pinned(params, shardings(params, mesh))
+
+    def _in_place(self, state: TrainState) -> TrainState:
+        places = self.placement(state)
+        return state if places is None else _pinned(state, places)
 
 
-def _cast(params: Params, *, dtype: jnp.dtype) -> Params:
-    return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
-def _zeros(params: Params) -> Params:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+def _pinned(tree: Any, places: Any) -> Any:
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, places)
