@@ -4,7 +4,7 @@ import math
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from view_cases import END, HOSTILE, tokenizer, trajectory, write_run
+from view_cases import END, HOSTILE, call, tokenizer, trajectory, write_run
 
 from rollout_sidecar.protocol import Task
 from tooljax.view.conversation import token_texts
@@ -260,7 +260,25 @@ def test_tokens_that_never_become_a_character_come_out():
     assert set("".join(texts)) == {"\ufffd"}
 
 
+def facts(*said: str, **fields) -> Facts:
+    """Of a trajectory."""
+    t = trajectory(*said, **fields)
+    kept = {name: getattr(t, name) for name in Facts.__struct_fields__ if hasattr(t, name)}
+    return Facts(**kept)
+
+
 def test_without_an_acc_the_reward_says_what_is_correct():
-    t = trajectory("2+3?", "5", reward=1.0, reward_terms={"outcome": 1.0})
-    facts = Facts(task_id="t", sample_index=0, status="completed", reward=1.0, messages=t.messages)
-    assert why(facts, Task(task_id="t", messages=[])).startswith("Correct: it answered “5”.")
+    task = Task(task_id="t:0", messages=[])
+    assert why(facts("2+3?", "5", reward=1.0), task).startswith("Correct: it answered “5”.")
+    assert why(facts("2+3?", "5", reward=0.4), task).startswith("Wrong: it answered “5”.")
+
+
+def test_a_right_tool_result_that_was_not_used_is_told():
+    said = facts("2+3?", "call", "5", "so it is\n#### 6\n", calls={0: call()})
+    assert why(said, Task(task_id="t:0", messages=[], ground_truth={"value": 5})) == (
+        'Wrong: it answered “#### 6”, expected “{"value":5}”. The last tool result was “5”. Reward 0.'
+    )
+
+
+def test_a_long_quotation_is_cut():
+    assert quoted("a\n b" + "c" * 200) == "“a b" + "c" * 116 + "…”"

@@ -109,6 +109,8 @@ def _sentences(facts: Facts, task: Task | None) -> Iterator[str]:
         yield f"Last tool error: {name} in turn {turn}, {call.status}: {quoted(call.result)}."
     elif facts.turns and not calls and not facts.correct:
         yield "It called no tool."
+    elif calls and facts.status == "completed" and facts.scored and not facts.correct:
+        yield f"The last tool result was {quoted(calls[-1][1].result)}."
     if not facts.scored:
         yield "It has no reward: the reward function failed or could not run."
     elif facts.status != "aborted":

@@ -82,7 +82,7 @@ function stepTable(run, steps) {
       h("td", { class: "num" }, number(s["tools/use_rate"])),
       h("td", { class: "num" }, number(s["rollout/trajectories"])),
       h("td", null, h("a", { href: link("step", { run, step: s.step, order: "worst" }) }, "worst first")),
-      h("td", null, h("a", { href: link("compare", { run, a: steps[0].step, b: s.step }) },
+      h("td", null, s !== steps[0] && h("a", { href: link("compare", { run, a: steps[0].step, b: s.step }) },
         `beside step ${steps[0].step}`))));
   const choice = h("select", { "aria-label": "any step", onchange: () => {
     location.hash = link("step", { run, step: choice.value });
