@@ -31,6 +31,7 @@ class Library:
         """ValueError if the folder is not there, or holds no run."""
         self.root = Path(root).resolve()
         self._lock = threading.Lock()
+        self._runs: dict[str, Path] = {}
         self._steps: OrderedDict[tuple[str, int], tuple[tuple[int, int], StepIndex]] = OrderedDict()
         self._metrics: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
         if not self.root.is_dir():
@@ -44,22 +45,25 @@ class Library:
     def runs(self) -> dict[str, Path]:
         """Folders of runs by name: the path from the root, or the root's own name if it is a run itself."""
         if _is_run(self.root):
-            return {self.root.name or "run": self.root}
+            self._runs = {self.root.name or "run": self.root}
+            return self._runs
         found: dict[str, Path] = {}
         level = [self.root]
         for _ in range(MAX_DEPTH):
             # No symbolic links: a folder of runs shows what is in it.
             inside = [p for folder in level for p in _folders(folder)]
-            found |= {str(p.relative_to(self.root).as_posix()): p for p in inside if _is_run(p)}
+            found |= {p.relative_to(self.root).as_posix(): p for p in inside if _is_run(p)}
             level = [p for p in inside if not _is_run(p)]
-        return dict(sorted(found.items()))
+        self._runs = dict(sorted(found.items()))
+        return self._runs
 
     def folder(self, run: str) -> Path:
-        """NotThere if the root has no such run."""
-        runs = self.runs()
-        if run not in runs:
-            raise NotThere(f"there is no run {run!r:.100}; there are: {', '.join(runs)[:300]}")
-        return runs[run]
+        """NotThere if the root has no such run. Looks for new runs only if the name is not known."""
+        found = self._runs.get(run) or self.runs().get(run)
+        if found is None:
+            known = ", ".join(self._runs)[:300]
+            raise NotThere(f"there is no run {run!r:.100}; there are: {known}")
+        return found
 
     def steps(self, run: str) -> list[int]:
         """The stored steps of a run, in order."""
