@@ -1,7 +1,8 @@
 """Hugging Face folders in and out: config.json and safetensors to a `Decoder`, and back.
 
-Loading checks every name, shape and dtype from the file headers before it reads a weight, then holds one stacked
-weight and one tensor in host memory at a time. Saving holds one shard.
+Loading checks every name, shape and dtype from the file headers before it reads a weight, then reads what each device
+is to have, one weight and device at a time: a host never holds more than that, beside what its devices have. Saving
+holds one shard.
 """
 
 import json
@@ -34,6 +35,7 @@ from tooljax.model.hf_names import (
     layer_tensor,
     tensor_names,
 )
+from tooljax.model.hf_parts import from_flat, in_parts, read_part
 from tooljax.model.sampler_steps import SamplerWeights
 from tooljax.sharding import Params
 
@@ -85,29 +87,13 @@ def load(
     with ExitStack() as files:
         tensors = _open(Path(path), cfg, files)
         for key, param in nnx.to_flat_state(state):
-            value = _read(tensors, key, param.shape, np.dtype(jnp.dtype(dtype)))
-            place = places[key].get_value() if places else None
-            loaded.append((key, param.replace(jax.device_put(value, place))))
+            read = partial(read_part, tensors, key, param.shape, np.dtype(jnp.dtype(dtype)))
+            if places:
+                value = in_parts(read, param.shape, places[key].get_value())
+            else:
+                value = jax.device_put(read((slice(None),) * len(param.shape)))
+            loaded.append((key, param.replace(value)))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
-
-
-def _read(
-    tensors: Mapping[str, Any], key: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype
-) -> np.ndarray:
-    """One weight of the decoder, filled layer by layer if it is stacked."""
-    if key[0] != "layers":
-        name = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "head": HEAD}[str(key[0])]
-        return tensors[name].get_tensor(name).astype(dtype)
-    stacked = np.empty(shape, dtype)
-    for layer in range(shape[0]):
-        name = layer_tensor(layer, key[1])
-        stacked[layer] = _from_flat(key[1], tensors[name].get_tensor(name), shape[1:])
-    return stacked
-
-
-def _from_flat(name: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A layer's weight as the decoder has it: a view of the checkpoint's tensor."""
-    return (tensor.T if is_linear(name) else tensor).reshape(shape)
 
 
 def _open(folder: Path, cfg: DecoderConfig, files: ExitStack) -> dict[str, Any]:
@@ -250,7 +236,7 @@ def from_hf_layers(cfg: DecoderConfig, tensors: Mapping[str, np.ndarray]) -> Sam
     embedding = jnp.array(tensors[EMBEDDING])
     layers = tuple(
         {
-            name: jnp.array(_from_flat(name, tensors[layer_tensor(layer, name)], shape))
+            name: jnp.array(from_flat(name, tensors[layer_tensor(layer, name)], shape))
             for name, (shape, _) in layer_shapes(cfg).items()
         }
         for layer in range(cfg.layers)

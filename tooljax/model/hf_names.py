@@ -6,8 +6,11 @@ reshaping takes one to the other. Embedding, head, norms and biases differ in th
 
 import math
 from collections.abc import Iterator
+from typing import TypeVar
 
 from tooljax.model.decoder import DecoderConfig, layer_shapes
+
+Axis = TypeVar("Axis")
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -42,12 +45,17 @@ def is_linear(name: str) -> bool:
     return name.startswith("w")
 
 
+def flat_axes(name: str, shape: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], ...]:
+    """The axes of a layer's weight that are one axis in a checkpoint, for each axis there: outputs, then inputs."""
+    if not is_linear(name):
+        return (shape,)
+    inputs = 2 if name == "wo" else 1  # attention's output is [q_heads head_dim]
+    return (shape[inputs:], shape[:inputs])
+
+
 def flat_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of a layer's weight in a checkpoint."""
-    if not is_linear(name):
-        return (math.prod(shape),)
-    inputs = 2 if name == "wo" else 1  # attention's output is [q_heads head_dim]
-    return (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
+    return tuple(math.prod(axes) for axes in flat_axes(name, shape))
 
 
 def tensor_names(cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
