@@ -127,7 +127,8 @@ def best(call: Callable[[], object], runs: int = 3) -> float:
 def density_table(args: argparse.Namespace) -> float:
     """What GRPO steps change; returns the median share."""
     from tooljax.model import hf
-    from tooljax.weights.payload import Stopwatch, delta_payload, full_payload
+    from tooljax.weights.payload import delta_payload, full_payload
+    from tooljax.weights.stopwatch import Stopwatch
 
     policy, updater = make_policy(args)
     state = updater.init(policy.params)

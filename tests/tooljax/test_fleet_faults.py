@@ -17,8 +17,9 @@ from served_sidecars import make_tasks, make_tokenizer
 from rollout_sidecar.client import SidecarClient
 from rollout_sidecar.engines.scripted import ScriptedEngine
 from rollout_sidecar.protocol import WeightsManifest, content_hash
-from tooljax.weights.payload import Stopwatch, full_payload
+from tooljax.weights.payload import full_payload
 from tooljax.weights.push import PushError, PushReport, WeightSender
+from tooljax.weights.stopwatch import Stopwatch
 
 
 @pytest.fixture(scope="module")

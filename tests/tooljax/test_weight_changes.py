@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tooljax.weights import changes as finding
 from tooljax.weights.changes import alike, find_changes
+from tooljax.weights.stopwatch import Stopwatch
 
 
 def arrays(shape, changed, seed=0):
@@ -27,6 +29,12 @@ def on_device(bits, sharding=None):
     return array if sharding is None else jax.device_put(array, sharding)
 
 
+def found_in(pairs, share=1.0):
+    """What changed in one group."""
+    (found,) = find_changes([pairs], share=share, watch=Stopwatch())
+    return found
+
+
 def assert_found(changes, old, new):
     assert changes is not None
     delta = changes.delta()
@@ -39,7 +47,7 @@ def assert_found(changes, old, new):
 @pytest.mark.parametrize("changed", [0, 1, 5, 1024, 1500, 2000])
 def test_exactly_the_changes_are_found(changed):
     old, new = arrays((40, 50), changed)
-    (changes,) = find_changes([(on_device(old), on_device(new))], share=1.0)
+    (changes,) = found_in([(on_device(old), on_device(new))])
     assert_found(changes, old, new)
 
 
@@ -48,7 +56,7 @@ def test_positions_lie_right_across_rows_words_and_blocks_of_marks():
     new = old.copy()
     edges = [0, 127, 128, 31 * 128, 4095, 4096, 4096 + 129, 2 * 4096 + 5, 3 * 4096, len(old) - 1]
     new[edges] = np.arange(1, len(edges) + 1)
-    (changes,) = find_changes([(on_device(old), on_device(new))], share=1.0)
+    (changes,) = found_in([(on_device(old), on_device(new))])
     assert_found(changes, old, new)
     delta = changes.delta()  # type: ignore[union-attr]
     assert (delta.positions.tolist(), delta.moves.tolist()) == (edges, list(range(1, 11)))
@@ -56,23 +64,35 @@ def test_positions_lie_right_across_rows_words_and_blocks_of_marks():
 
 def test_arrays_of_one_shape_are_told_apart():
     some = [arrays((40, 50), changed, seed) for seed, changed in enumerate((7, 0, 1900, 60))]
-    found = find_changes([(on_device(old), on_device(new)) for old, new in some], share=0.4)
+    found = found_in([(on_device(old), on_device(new)) for old, new in some], 0.4)
     assert found.pop(2) is None  # too many, which the others do not suffer from
     del some[2]
     for changes, (old, new) in zip(found, some, strict=True):
         assert_found(changes, old, new)
 
 
+@pytest.mark.parametrize("in_flight", [1, 4000, 2**31])
+def test_groups_come_back_in_their_order(monkeypatch, in_flight):
+    """However many are under way at once: one, two, all."""
+    monkeypatch.setattr(finding, "IN_FLIGHT", in_flight)
+    some = [arrays((40, 50), changed, seed) for seed, changed in enumerate((3, 0, 900, 20, 5))]
+    groups = [[(on_device(old), on_device(new))] for old, new in some]
+    watch = Stopwatch()
+    found = list(find_changes(groups, share=0.4, watch=watch))
+    assert found.pop(2) == [None]
+    del some[2]
+    for (changes,), (old, new) in zip(found, some, strict=True):
+        assert_found(changes, old, new)
+    assert set(watch.seconds) == {"find", "fetch"}
+
+
 def test_the_next_push_compiles_nothing():
     """Numbers of changes differ from push to push."""
-    from tooljax.weights import changes
-
-    programs: list[Any] = [changes._marks, changes._picked]
-
+    programs: list[Any] = [finding._marks, finding._picked]
     sizes = []
     for seed, changed in enumerate((300, 310, 17, 1000)):
         old, new = arrays((41, 53), changed, seed)
-        find_changes([(on_device(old), on_device(new))], share=1.0)
+        found_in([(on_device(old), on_device(new))])
         sizes.append([program._cache_size() for program in programs])
     assert sizes == sizes[:1] * 4
 
@@ -85,7 +105,7 @@ def test_shards_give_the_same_as_the_whole(spec):
     some = [arrays((16, 24), changed, changed) for changed in (100, 1)]
     sharding = NamedSharding(mesh, spec)
     pairs = [(on_device(old, sharding), on_device(new, sharding)) for old, new in some]
-    found = find_changes(pairs, share=1.0)
+    found = found_in(pairs)
     for changes, (old, new) in zip(found, some, strict=True):
         assert_found(changes, old, new)
 
@@ -93,15 +113,15 @@ def test_shards_give_the_same_as_the_whole(spec):
 def test_too_many_changes_are_not_fetched():
     old, new = arrays((40, 50), 101)
     pairs = [(on_device(old), on_device(new))]
-    assert find_changes(pairs, share=100 / 2000) == [None]
-    assert find_changes(pairs, share=101 / 2000) != [None]
+    assert found_in(pairs, 100 / 2000) == [None]
+    assert found_in(pairs, 101 / 2000) != [None]
 
 
 def test_bits_count_and_not_values():
     # 0.0 and -0.0 are equal, and two NaNs are not: bits are what is served.
     old = on_device(np.array([0x0000, 0x7FC0, 0x7FC0, 0x3F80], np.uint16))
     new = on_device(np.array([0x8000, 0x7FC0, 0x7FC1, 0x3F80], np.uint16))
-    (changes,) = find_changes([(old, new)], share=1.0)
+    (changes,) = found_in([(old, new)])
     assert changes is not None
     delta = changes.delta()
     assert delta.positions.tolist() == [0, 2]

@@ -2,12 +2,15 @@
 how far they moved.
 
 Arrays of one shape are compared in one call to a device, because every call, and every wait for an answer, costs more
-than reading a small array. Two calls are made: the first marks the changes, one bit an element, and counts them; the
-second, whose sizes come from a short ladder so that few are compiled, picks the marked elements.
+than reading a small array, and most where an engine keeps the same device busy. Two calls are made: the first marks the
+changes, one bit an element, and counts them; the second, whose sizes come from a short ladder so that few are compiled,
+picks the marked elements. All first calls are made before the first count is waited for, all second ones before the
+first answer is.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rollout_sidecar.weight_codec import Delta
+from tooljax.weights.stopwatch import Stopwatch
 
 Index = tuple[slice, ...]
 Pair = tuple[jax.Array, jax.Array]
@@ -28,6 +32,9 @@ LARGEST = 2**31 - 1
 
 AT_ONCE = 8
 """Arrays that are compared in one call. More make a program longer to compile, fewer make more calls."""
+
+IN_FLIGHT = 2**31
+"""Elements that are compared, at most, before what changed in them is fetched. Their marks take 1/16 of the weights."""
 
 SHARDS = P("shards")
 
@@ -65,39 +72,87 @@ class Changes(NamedTuple):
         return Delta((key >> np.uint64(16)).astype(np.int64), key.astype(np.uint16))
 
 
-def find_changes(pairs: Sequence[Pair], *, share: float) -> list[Changes | None]:
-    """What changed from the first array of each pair to the second; None if more than that share of its elements did,
-    or a shard is larger than LARGEST.
+class _Comparison:
+    """Arrays that are alike, being compared. Each step asks the devices, and waits for what the step before asked."""
 
-    Each shard is compared on its own device, so that a sharded array is gathered nowhere. All arrays must agree in
-    shape (of one dimension or more) and dtype (of 2 bytes), the first ones in their sharding, and the second ones. May
-    run in several threads at once.
+    def __init__(self, pairs: Sequence[Pair]):
+        """Has the changes marked and counted."""
+        self._like = pairs[0][1]
+        self._pairs = pairs
+        self._shape = self._like.sharding.shard_shape(self._like.shape)
+        self._fits = math.prod(self._shape) <= LARGEST
+        if self._fits:
+            self._indices, self._mesh, self._old, self._new = _local(pairs)
+            self._words, self._counts = _marks(self._old, self._new, mesh=self._mesh)
+            self._counts.copy_to_host_async()
+
+    def pick(self, share: float) -> None:
+        """Waits for the counts, and has the marked elements picked where they are few."""
+        self._picked: tuple[jax.Array, ...] = ()
+        if not self._fits:
+            return
+        counted = np.asarray(self._counts)
+        self._few = counted.sum(axis=0, dtype=np.int64) <= int(share * self._like.size)
+        self._wanted = np.where(self._few, counted, np.int32(0))
+        if self._wanted.any():
+            size = min(_ladder(int(self._wanted.max())), math.prod(self._shape))
+            self._picked = _picked(self._words, self._old, self._new, mesh=self._mesh, size=size)
+            for array in self._picked:
+                array.copy_to_host_async()
+
+    def changes(self) -> list[Changes | None]:
+        """Waits for the picked elements."""
+        if not self._fits:
+            return [None] * len(self._pairs)
+        parts: list[list[Part]] = [[] for _ in self._pairs]
+        if self._picked:
+            positions, moves = map(np.asarray, self._picked)
+            for shard, index in enumerate(self._indices):
+                for number, count in enumerate(self._wanted[shard]):
+                    at = shard, number, slice(count)
+                    parts[number].append(Part(index, self._shape, positions[at], moves[at]))
+        pairs = zip(parts, self._few, strict=True)
+        return [Changes(self._like.shape, part) if ok else None for part, ok in pairs]
+
+
+def find_changes(
+    groups: Iterable[Sequence[Pair]], *, share: float, watch: Stopwatch
+) -> Iterator[list[Changes | None]]:
+    """For each group, what changed from the first array of each pair to the second; None where more than that share of
+    the elements did, or a shard is larger than LARGEST.
+
+    Each shard is compared on its own device, so that a sharded array is gathered nowhere. All arrays of a group must
+    agree in shape (of one dimension or more) and dtype (of 2 bytes), the first ones in their sharding, and the second
+    ones. `watch` gets the seconds of "find", in which the devices compare and count, and of "fetch".
     """
-    like = pairs[0][1]
-    shape = like.sharding.shard_shape(like.shape)
-    if math.prod(shape) > LARGEST:
-        return [None] * len(pairs)
-    indices, mesh, old, new = _local(pairs)
-    words, counts = _marks(old, new, mesh=mesh)
-    counted = np.asarray(counts)
-    few = counted.sum(axis=0, dtype=np.int64) <= int(share * like.size)
-    wanted = np.where(few, counted, np.int32(0))
-    parts: list[list[Part]] = [[] for _ in pairs]
-    if wanted.any():
-        size = min(_ladder(int(wanted.max())), math.prod(shape))
-        picked = _picked(words, old, new, mesh=mesh, size=size)
-        for array in picked:
-            array.copy_to_host_async()
-        positions, moves = map(np.asarray, picked)
-        for shard, index in enumerate(indices):
-            for number, count in enumerate(wanted[shard]):
-                at = shard, number, slice(count)
-                parts[number].append(Part(index, shape, positions[at], moves[at]))
-    return [Changes(like.shape, p) if ok else None for p, ok in zip(parts, few, strict=True)]
+    for several in _in_flight(groups):
+        with watch.stage("find"):
+            under_way = deque(_Comparison(pairs) for pairs in several)
+            for comparison in under_way:
+                comparison.pick(share)
+        while under_way:
+            with watch.stage("fetch"):
+                changes = under_way.popleft().changes()
+            yield changes
+
+
+def _in_flight(groups: Iterable[Sequence[Pair]]) -> Iterator[list[Sequence[Pair]]]:
+    """Groups of at most IN_FLIGHT elements together, or of one."""
+    several: list[Sequence[Pair]] = []
+    elements = 0
+    for pairs in groups:
+        size = len(pairs) * pairs[0][1].size
+        if several and elements + size > IN_FLIGHT:
+            yield several
+            several, elements = [], 0
+        several.append(pairs)
+        elements += size
+    if several:
+        yield several
 
 
 def alike(old: Mapping[str, jax.Array], new: Mapping[str, jax.Array]) -> list[list[str]]:
-    """Names of arrays that find_changes takes at once. The most elements first, so that no thread is left with them."""
+    """Names of arrays that are compared in one call. The most elements first, so that no thread is left with them."""
     groups: dict[object, list[str]] = {}
     for name, array in new.items():
         key = array.shape, array.dtype, old[name].sharding, array.sharding

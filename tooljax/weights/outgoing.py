@@ -10,7 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from rollout_sidecar.protocol import TensorEntry
-from tooljax.weights.payload import Base, Payload, Stopwatch, full_payload, spans
+from tooljax.weights.payload import Base, Payload, full_payload, spans
+from tooljax.weights.stopwatch import Stopwatch
 
 
 class Outgoing:

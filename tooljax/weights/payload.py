@@ -2,13 +2,9 @@
 
 import bisect
 import itertools
-import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import get_args
 
 import jax
@@ -21,6 +17,7 @@ from rollout_sidecar.protocol import TensorEntry, content_hash
 from rollout_sidecar.threads import workers
 from rollout_sidecar.weight_codec import Delta, encode
 from tooljax.weights.changes import Changes, alike, find_changes
+from tooljax.weights.stopwatch import Stopwatch
 
 DTYPES = get_args(TensorEntry.__annotations__["dtype"])
 
@@ -33,24 +30,6 @@ AHEAD = 4
 
 Coded = tuple[TensorEntry, memoryview]
 """A tensor's entry, and the bytes that it is sent as."""
-
-
-class Stopwatch:
-    """Seconds by stage, added up over the threads that worked on it."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Adds the block's time."""
-        begun = perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.seconds[name] += perf_counter() - begun
 
 
 @dataclass
@@ -164,13 +143,14 @@ def delta_payload(base: Base, tensors: Mapping[str, jax.Array], *, watch: Stopwa
     narrow = {
         name: array for name, array in tensors.items() if array.dtype.itemsize == 2 and array.ndim
     }
+    groups = alike(base.arrays, narrow)
+    pairs = [[(base.arrays[name], tensors[name]) for name in names] for names in groups]
     with workers() as pool:
-        comparing = [
-            pool.submit(coder.compare, names, pool) for names in alike(base.arrays, narrow)
-        ]
         coding = {n: pool.submit(coder.replace, n) for n in tensors if n not in narrow}
-        for comparison in comparing:
-            coding |= comparison.result()
+        found = find_changes(pairs, share=WORTH_A_DELTA, watch=watch)
+        for names, several in zip(groups, found, strict=True):
+            for name, changes in zip(names, several, strict=True):
+                coding[name] = pool.submit(coder.code, name, changes)
     payload = _assemble([coding[name].result() for name in tensors], tensors, base.data)
     payload.base, payload.deltas, payload.replaced = base, coder.deltas, coder.replaced
     payload.elements = sum(a.size for a in tensors.values() if a.dtype.itemsize == 2)
@@ -188,20 +168,10 @@ class _Coder:
         """16-bit elements that differ, by tensor."""
         self._base, self._tensors, self._watch = base, tensors, watch
 
-    def compare(self, names: list[str], pool: Executor) -> dict[str, "Future[Coded]"]:
-        """Finds what changed in tensors that are alike, and has the pool code them."""
-        with self._watch.stage("find"):
-            pairs = [(self._base.arrays[name], self._tensors[name]) for name in names]
-            found = find_changes(pairs, share=WORTH_A_DELTA)
-        return {
-            name: pool.submit(self.replace, name)
-            if changes is None
-            else pool.submit(self.code, name, changes)
-            for name, changes in zip(names, found, strict=True)
-        }
-
-    def code(self, name: str, changes: Changes) -> Coded:
-        """A tensor by what changed in it, or whole where that is smaller."""
+    def code(self, name: str, changes: Changes | None) -> Coded:
+        """A tensor by what changed in it, or whole where that is smaller or not known."""
+        if changes is None:
+            return self.replace(name)
         with self._watch.stage("encode"):
             delta = changes.delta()
             if not delta.positions.size:

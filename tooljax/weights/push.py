@@ -17,11 +17,11 @@ from tooljax.weights.outgoing import Outgoing, Streamed, known, without_hashes
 from tooljax.weights.payload import (
     Base,
     Payload,
-    Stopwatch,
     delta_payload,
     full_payload,
     layout,
 )
+from tooljax.weights.stopwatch import Stopwatch
 
 AGAIN_WHOLE = ("wrong_base", "hash_mismatch")
 """Answers of a sidecar that lacks the base of a delta, whose copy of it is damaged, or that got damaged bytes: it gets
@@ -61,7 +61,8 @@ class PushReport:
     full_resends: int
     """Sidecars that did not have the base, and got everything."""
     stages: dict[str, float]
-    """Seconds by stage, added up over threads: find, encode, apply, copy, hash. And by the clock: code, send."""
+    """Seconds by stage, by the clock: code, send, and of code: find, fetch. Added up over threads: encode, apply, copy,
+    hash."""
 
     @property
     def floor_bytes(self) -> float:
