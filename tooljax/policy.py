@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from tooljax.model import hf
 from tooljax.model.decoder import DecoderConfig
 from tooljax.objective import make_objective
 from tooljax.optimizer import make_optimizer
+from tooljax.sharding import ONE_DEVICE, Layout, make_layout, shardings
 from tooljax.update import Params, TrainState, Updater
 
 
@@ -25,15 +27,23 @@ class Policy:
     """As loaded. The reference policy of a run is exactly these."""
     shape: DecoderConfig
     folder: str
+    layout: Layout = ONE_DEVICE
+    """Where the weights are, and where it is trained."""
 
     @classmethod
-    def load(cls, folder: str, dtype: Literal["float32", "bfloat16"]) -> "Policy":
-        """Reads a Hugging Face folder. ValueError says which file or tensor is wrong."""
+    def load(
+        cls,
+        folder: str,
+        dtype: Literal["float32", "bfloat16"],
+        layout: Layout = ONE_DEVICE,
+    ) -> "Policy":
+        """Reads a Hugging Face folder, each device its part. ValueError says which file, tensor or axis is wrong."""
         if not folder:
             raise ValueError("model.path is empty: set it to a Hugging Face folder")
-        decoder = hf.load(folder, dtype)
+        mesh = layout.mesh
+        decoder = hf.load(folder, dtype, partial(shardings, mesh=mesh) if mesh else None)
         graphdef, params = nnx.split(decoder)
-        return cls(graphdef, params, decoder.cfg, folder)
+        return cls(graphdef, params, decoder.cfg, folder, layout)
 
     def tensors(self, params: Params) -> Iterator[tuple[str, jax.Array]]:
         """Weights under their Hugging Face names, as they are pushed to the sidecars."""
@@ -42,6 +52,11 @@ class Policy:
     def save(self, params: Params, folder: str | Path) -> None:
         """Writes a Hugging Face folder with the tokenizer and template of the one the policy came from."""
         hf.save(nnx.merge(self.graphdef, params), folder, source=self.folder)
+
+
+def layout_of(config: Config) -> Layout:
+    """Where a config trains. ValueError if there are not the devices for it."""
+    return make_layout(**config.mesh.sizes, attention=config.model.attention)
 
 
 def make_updater(
@@ -67,9 +82,19 @@ def make_updater(
         objective=make_objective(config),
         rows_per_microbatch=config.batch.rows_per_microbatch,
         remat=config.model.remat,
+        layout=policy.layout,
     )
 
 
 def abstract_state(updater: Updater, params: Params) -> TrainState:
-    """Shapes and dtypes of a training state, without computing one: what a checkpoint is restored into."""
-    return jax.eval_shape(updater.init, params)
+    """Shapes, dtypes and placements of a training state, without computing one: what a checkpoint is restored into.
+
+    The checkpoint may be of another mesh: each device reads its part of what was saved.
+    """
+    state = jax.eval_shape(updater.init, params)
+    places = updater.placement(state)
+    if places is None:
+        return state
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+    )

@@ -14,14 +14,14 @@ from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.batch import PackItem, pack
 from tooljax.config import Config, parse_args
 from tooljax.data.demonstrations import Demonstration, DemonstrationSource, read_demonstrations
-from tooljax.policy import Policy, make_updater
+from tooljax.policy import Policy, layout_of, make_updater
 from tooljax.progress import Progress
 
 
 def cold_start(config: Config) -> Path:
     """Trains on config.sft.demonstrations and returns the Hugging Face folder it wrote."""
     output = Path(config.sft.output or Path(config.run.dir) / "sft")
-    policy = Policy.load(config.model.path, config.model.dtype)
+    policy = Policy.load(config.model.path, config.model.dtype, layout_of(config))
     tokenizer = ChatTokenizer.from_folder(config.model.path)
     name = config.sidecar.tool_format
     tool_format = choose_format(tokenizer) if name == "auto" else get_format(name)

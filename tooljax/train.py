@@ -29,7 +29,7 @@ from tooljax.launch import check_files
 from tooljax.log_prob_gate import LogProbGate, LogProbMismatch
 from tooljax.metrics import rollout_metrics
 from tooljax.plots import learning_curve
-from tooljax.policy import Policy, abstract_state, make_updater
+from tooljax.policy import Policy, abstract_state, layout_of, make_updater
 from tooljax.progress import Progress
 from tooljax.rollouts import Groups, InterruptedRollout, Sidecars, open_sidecars
 from tooljax.run_dir import make_run_dir, write_config
@@ -119,7 +119,7 @@ class Run:
         """Reads policy and data, and writes the resolved config into the run's folder."""
         check_best_metric(config.evaluate)
         run_dir = make_run_dir(config)
-        policy = Policy.load(config.model.path, config.model.dtype)
+        policy = Policy.load(config.model.path, config.model.dtype, layout_of(config))
         sidecars.check_fit(
             vocab_hash=ChatTokenizer.from_folder(config.model.path).vocab_hash,
             max_trajectory_tokens=config.limits.max_trajectory_tokens,

@@ -175,8 +175,10 @@ class Updater:
     # --- what is compiled ---------------------------------------------------------------------------------------
 
     def _forward_only(self, params: Params, batch: TrainBatch) -> Float[Array, "rows time"]:
-        options = {"temperature": self._temperature}
-        return self.layout.pin(sampled_log_probs(self._decoder(params), batch, **options)[0])
+        decoder = self._decoder(params)
+        log_probs, _ = sampled_log_probs(decoder, batch, temperature=self._temperature)
+        # Whole, so that every host can read them; so are those of the gradients' pass.
+        return self.layout.pin(log_probs)
 
     def _add_gradients(
         self,
@@ -204,7 +206,6 @@ class Updater:
             name: (jnp.maximum if name in LARGEST else jnp.add)(totals[1][name], value)
             for name, value in means.items()
         }
-        # Whole log-probs, so that every host can read them.
         sampled = jax.tree.map(self.layout.pin, sampled)
         return (self._stored(summed), means), sampled
 

@@ -17,6 +17,7 @@ from tooljax.config.schema import (
     BatchConfig,
     GateConfig,
     LimitsConfig,
+    MeshConfig,
     ModelConfig,
     SamplingConfig,
     SidecarConfig,
@@ -65,6 +66,7 @@ def make_config(folder: Path, **sections: Any) -> Config:
         ),
         "sidecar": SidecarConfig(max_model_tokens=128),
         "batch": BatchConfig(row_lengths=(96,), rows_per_microbatch=4),
+        "mesh": MeshConfig(fsdp=1),
         "gate": GateConfig(prompts=TASKS),
         **sections,
     }

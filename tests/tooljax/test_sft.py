@@ -11,6 +11,7 @@ from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.config import Config
 from tooljax.config.schema import (
     BatchConfig,
+    MeshConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -60,6 +61,7 @@ def config(world, output, *, steps: int = 12, **sft) -> Config:
         model=ModelConfig(path=str(world / "model"), dtype="float32", remat=False),
         optimizer=OptimizerConfig(warmup_steps=0),
         batch=BatchConfig(row_lengths=(128,), rows_per_microbatch=4),
+        mesh=MeshConfig(fsdp=1),
         sft=SftConfig(
             demonstrations=(str(world / "demonstrations.jsonl"),),
             output=str(output),

@@ -99,6 +99,7 @@ def test_every_mesh_gives_the_update_of_one_device(sizes):
         np.testing.assert_allclose(logged, log_probs, rtol=1e-5, atol=1e-6)
     # What was sampled comes back whole, in the rows of the batch.
     (seen,) = spread.seen
+    assert seen is not None
     np.testing.assert_allclose(seen.log_probs, log_probs, rtol=1e-5, atol=1e-6)
     # And the state stays in its parts, so that the next update compiles nothing.
     places = spread.placement(state)

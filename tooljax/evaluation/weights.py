@@ -7,12 +7,12 @@ import jax
 
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config
-from tooljax.policy import Policy, abstract_state, make_updater
+from tooljax.policy import Policy, abstract_state, layout_of, make_updater
 
 
 def base(config: Config) -> Iterator[tuple[str, jax.Array]]:
     """The tensors of model.path, as they are pushed to sidecars."""
-    policy = Policy.load(config.model.path, config.model.dtype)
+    policy = Policy.load(config.model.path, config.model.dtype, layout_of(config))
     return policy.tensors(policy.params)
 
 
@@ -53,9 +53,9 @@ class Trained:
         """As they are pushed to sidecars. Raises CheckpointError."""
         config = self._config
         if self.folder:
-            policy = Policy.load(self.folder, config.model.dtype)
+            policy = Policy.load(self.folder, config.model.dtype, layout_of(config))
             return policy.tensors(policy.params)
-        policy = Policy.load(config.model.path, config.model.dtype)
+        policy = Policy.load(config.model.path, config.model.dtype, layout_of(config))
         updater = make_updater(
             config, policy, total_updates=1, learning_rate=config.optimizer.learning_rate
         )
