@@ -11,6 +11,7 @@ from token_log_probs_cases import (
     GRADIENT_ERROR,
     Exact,
     TokenLogProbsCases,
+    TokenLogProbsMoreCases,
     inputs,
     loss_of,
     over_shapes,
@@ -32,9 +33,10 @@ def _can_interpret() -> bool:
 
 
 @pytest.mark.gpu
-class TestOnTheCard(TokenLogProbsCases):
+class TestOnTheCard(TokenLogProbsMoreCases):
     implementation = "gpu"
     shapes: ClassVar = HOPPER_SHAPES
+    ragged = HOPPER_SHAPES["odd_vocab"]
     bends = False
     small = Shape(300, 128, 1187, "bfloat16")
 
@@ -58,11 +60,12 @@ class TestOnTheCardInChunks:
     def test_the_loss_in_one_pass_is_that_in_two(self, cases, spread):
         cases.test_the_loss_in_one_pass_is_that_in_two(spread)
 
-    def test_vmap_gives_the_values_and_gradients_of_a_loop(self, cases):
-        cases.test_vmap_gives_the_values_and_gradients_of_a_loop()
+    def test_vmap_gives_the_values_and_gradients_of_each_member(self, cases):
+        cases.test_vmap_gives_the_values_and_gradients_of_each_member()
 
-    def test_what_padding_holds_cannot_reach_values_or_gradients(self, cases):
-        cases.test_what_padding_holds_cannot_reach_values_or_gradients()
+    @pytest.mark.parametrize("passes", ["one pass", "two passes"])
+    def test_what_padding_holds_cannot_reach_values_or_gradients(self, cases, passes):
+        cases.test_what_padding_holds_cannot_reach_values_or_gradients(passes)
 
 
 @pytest.mark.skipif(not _can_interpret(), reason="needs a CPU and a JAX with a GPU interpreter")
