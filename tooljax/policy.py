@@ -56,7 +56,10 @@ class Policy:
 
 def layout_of(config: Config) -> Layout:
     """Where a config trains. ValueError if there are not the devices for it."""
-    return make_layout(**config.mesh.sizes, attention=config.model.attention)
+    mesh = config.mesh
+    return make_layout(
+        mesh.data, mesh.fsdp, mesh.tensor, mesh.context, attention=config.model.attention
+    )
 
 
 def make_updater(
