@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -133,6 +134,8 @@ class TokenLogProbsCases:
     """Shards are served."""
     small = Shape(64, 32, 160, "float32")
     """What most tests use."""
+    compiler_options: ClassVar[Given] = {}
+    """Of XLA."""
 
     @pytest.fixture(autouse=True)
     def _where_it_runs(self):
@@ -142,6 +145,10 @@ class TokenLogProbsCases:
     def context(self):
         """Entered around each test."""
         return contextlib.nullcontext()
+
+    @classmethod
+    def jit(cls, function: Callable) -> Callable:
+        return jax.jit(function, compiler_options=cls.compiler_options)
 
     def call(self, **given) -> TokenLogProbs:
         return token_log_probs(**given, **self.options, implementation=self.implementation)
@@ -217,7 +224,7 @@ class TokenLogProbsCases:
 
     def test_without_entropy(self):
         given = inputs(self.small)
-        found = jax.jit(functools.partial(self.call, entropy=False))(**given)
+        found = self.jit(functools.partial(self.call, entropy=False))(**given)
         assert np.isnan(np.asarray(found.entropy)).all()
         reduced = self.small.embed + self.small.vocab
         for values, expected in zip(found[:2], Exact(**given).values[:2], strict=True):
@@ -328,7 +335,7 @@ class TokenLogProbsCases:
             return jax.value_and_grad(value, argnums=(0, 1))(hidden, batch[0]["head"])
 
         stacked = [jnp.stack([g[n] for g in batch]) for n in ("hidden", "targets", "valid")]
-        totals, found = jax.jit(jax.vmap(loss))(*stacked)
+        totals, found = self.jit(jax.vmap(loss))(*stacked)
         for i, given in enumerate(batch):
             slow = Exact(**given)
             entropy = slow.values.entropy
@@ -345,7 +352,7 @@ class TokenLogProbsCases:
             out = self.call(**(given | {"hidden": hidden, "head": head}))
             return jnp.sum(out.log_prob) + jnp.sum(out.entropy)
 
-        found = jax.jit(jax.grad(loss, argnums=(0, 1)))(given["hidden"], given["head"])
+        found = self.jit(jax.grad(loss, argnums=(0, 1)))(given["hidden"], given["head"])
         for gradient, wanted in zip(found, Exact(**given).gradients(1.0, 0.0, 1.0), strict=False):
             assert relative_error(gradient, wanted) < GRADIENT_ERROR[self.small.dtype]
 
@@ -429,7 +436,7 @@ def _two_passes(cases: type[TokenLogProbsCases], fixed: tuple):
         terms = [jnp.sum(c * values) for c, values in zip(cotangents, out, strict=True)]
         return sum(terms), out
 
-    return jax.jit(jax.value_and_grad(weighted, has_aux=True))
+    return cases.jit(jax.value_and_grad(weighted, has_aux=True))
 
 
 @functools.cache
@@ -437,7 +444,7 @@ def _one_pass(cases: type[TokenLogProbsCases], fixed: tuple):
     def loss(wrt, rest, values):
         return cases().loss(values, **wrt, **rest, **dict(fixed))
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return cases.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def over_shapes(metafunc) -> None:
