@@ -1,9 +1,11 @@
 """Pushed bytes as SGLang takes weights: flat buckets of tensors, on the GPU or in shared memory."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from rollout_sidecar.engines.base import WeightTensor
@@ -15,8 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ALIGNMENT = 256
 """In bytes, of each tensor in its bucket."""
 
-PIECE_BYTES = 2**25
-"""Copied to the device at once by a thread, through pinned memory of that size."""
+PIECE_BYTES = 2**24
+"""Of a bucket, copied to the device at once by a thread, through pinned memory of that size."""
 
 
 class Place(NamedTuple):
@@ -42,7 +44,7 @@ def stage(tensors: Mapping[str, WeightTensor], bucket_bytes: int, device: str) -
     handles = []
     for places in buckets(tensors, bucket_bytes):
         flat = torch.empty(places[-1].end, dtype=torch.uint8, device=device)
-        in_threads(lambda piece: _copy(*piece), list(_pieces(flat, places)))
+        in_threads(partial(_copy, flat), pieces(places, PIECE_BYTES))
         contents = [
             metadata(
                 name=place.tensor.name,
@@ -71,26 +73,51 @@ def buckets(tensors: Mapping[str, WeightTensor], bucket_bytes: int) -> Iterator[
         yield places
 
 
-def _pieces(flat: torch.Tensor, places: list[Place]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Where to copy to and what, in pieces that threads can share."""
+class Piece(NamedTuple):
+    """A stretch of a bucket, whatever tensors lie in it: many small ones are copied to a device as one."""
+
+    start: int
+    end: int
+    sources: list[tuple[int, WeightTensor, slice]]
+    """Where in the piece bytes of a tensor go, and which."""
+
+
+def pieces(places: Sequence[Place], piece_bytes: int) -> list[Piece]:
+    """A bucket cut into stretches of `piece_bytes`, the last perhaps shorter."""
+    end = places[-1].end
+    cut = [Piece(at, min(at + piece_bytes, end), []) for at in range(0, end, piece_bytes)]
     for place in places:
-        source, target = as_bytes(place.tensor), flat[place.start : place.end]
-        yield from zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
+        for piece in cut[place.start // piece_bytes : -(-place.end // piece_bytes)]:
+            start, stop = max(place.start, piece.start), min(place.end, piece.end)
+            if start < stop:
+                which = slice(start - place.start, stop - place.start)
+                piece.sources.append((start - piece.start, place.tensor, which))
+    return cut
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy(flat: torch.Tensor, piece: Piece) -> None:
     """To a GPU: through pinned memory of this thread's own, which is several times faster than CUDA's single way."""
-    if not target.is_cuda:
-        target.copy_(source)
+    target = flat[piece.start : piece.end]
+    if not flat.is_cuda:
+        fill(target.numpy(), piece)
         return
-    pinned = torch.empty(
-        source.shape, dtype=torch.uint8, pin_memory=True
-    )  # kept by torch, for the next time
-    pinned.copy_(source)
-    stream = torch.cuda.Stream(target.device)
+    # Always of one size, so that torch, which keeps it, has it for the next time.
+    pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)[: len(target)]
+    fill(pinned.numpy(), piece)
+    stream = torch.cuda.Stream(flat.device)
     with torch.cuda.stream(stream):
         target.copy_(pinned, non_blocking=True)
     stream.synchronize()
+
+
+def fill(target: np.ndarray, piece: Piece) -> None:
+    """Copies the tensors' bytes to where they lie in the piece. What lies between them stays what it is.
+
+    By NumPy: torch would divide each copy among threads of its own, made anew for every thread that asks.
+    """
+    for at, tensor, which in piece.sources:
+        source = np.frombuffer(tensor.data, np.uint8)[which]
+        target[at : at + source.size] = source
 
 
 def as_bytes(tensor: WeightTensor) -> torch.Tensor:

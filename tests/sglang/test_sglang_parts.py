@@ -5,9 +5,11 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from sglang_cases import request
 
+from rollout_sidecar.engines.base import WeightTensor
 from rollout_sidecar.engines.sglang_process import LogTail, start_failure
 from rollout_sidecar.engines.sglang_sampling import read_output, request_arguments
 from rollout_sidecar.engines.sglang_setup import SglangOptions, check_version, engine_arguments
@@ -168,3 +170,28 @@ def test_lines_of_child_processes_are_kept_and_still_written(capfd):
     print("ours", file=sys.stderr)
     assert log.lines() == ["late"]
     assert capfd.readouterr().err.splitlines() == ["late", "ours"]
+
+
+# --- staging ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1000, 2**20])
+@pytest.mark.parametrize("piece_bytes", [1, 7, 256, 4096])
+def test_every_byte_of_every_tensor_lies_where_its_bucket_says(bucket_bytes, piece_bytes):
+    pytest.importorskip("torch")
+    from rollout_sidecar.engines.sglang_weights import buckets, fill, pieces
+
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(1, 256, size, np.uint8) for size in (300, 1, 0, 256, 513, 2)]
+    tensors = {str(i): WeightTensor(str(i), "uint8", a.shape, a.data) for i, a in enumerate(arrays)}
+    found = []
+    for places in buckets(tensors, bucket_bytes):
+        flat = np.zeros(places[-1].end, np.uint8)
+        cut = pieces(places, piece_bytes)
+        assert [piece.end - piece.start for piece in cut[:-1]] == [piece_bytes] * (len(cut) - 1)
+        for piece in cut:
+            fill(flat[piece.start : piece.end], piece)
+        found += [flat[place.start : place.end] for place in places]
+        assert len(places) == 1 or len(flat) <= bucket_bytes
+        assert flat.sum() == sum(found[-i].sum() for i in range(1, len(places) + 1))
+    assert [each.tolist() for each in found] == [array.tolist() for array in arrays]
