@@ -4,7 +4,7 @@ A delta is added in place, so that no second copy is needed, and every tensor is
 them: by its hash, and by holding no inf or NaN. `Applied.undo` brings the old bytes back if the engine refuses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -92,12 +92,13 @@ class Base:
                 )
 
     def verify(self) -> None:
-        """BadTensor names the first tensor that is not what its entry says, or cannot be served."""
-        in_threads(lambda entry: verify(entry, self.data[entry.name]), self._entries.values())
+        """BadTensor names a tensor that is not what its entry says, or cannot be served."""
+        entries = self._largest_first(self._entries.values())
+        in_threads(lambda entry: verify(entry, self.data[entry.name]), entries)
 
     def apply(self, entries: Sequence[TensorEntry], payload: np.ndarray) -> Applied:
-        """Adds a push to the base and verifies every tensor. BadTensor names the first that fails; then the base is
-        what it was."""
+        """Adds a push to the base and verifies every tensor. BadTensor names one that fails; then the base is what it
+        was."""
         applied = Applied()
 
         def apply_one(entry: TensorEntry) -> None:
@@ -105,7 +106,7 @@ class Base:
             self._apply_one(entry, data, applied)
 
         try:
-            in_threads(apply_one, entries)
+            in_threads(apply_one, self._largest_first(entries))
         except BaseException:
             applied.undo(self)
             raise
@@ -114,6 +115,10 @@ class Base:
     def accept(self, entries: Sequence[TensorEntry]) -> None:
         """The push is being served: its hashes are the base's."""
         self._entries = {entry.name: entry for entry in entries}
+
+    def _largest_first(self, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+        """So that no thread is left with a large one at the end."""
+        return sorted(entries, key=lambda entry: self.data[entry.name].nbytes, reverse=True)
 
     def _apply_one(self, entry: TensorEntry, data: np.ndarray, applied: Applied) -> None:
         """Runs in several threads, for different tensors. What is to be undone is noted before it is verified."""
