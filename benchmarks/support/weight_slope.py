@@ -23,14 +23,18 @@ class Memory(NamedTuple):
 
     trainer: int
     sidecar: int
-    """With the processes that it started; what they share counts for each."""
+    engine: int
+    """Of the processes that the sidecar started, SGLang's; what they share counts for each. 0 without any."""
     gpu: int
     """Of all processes; 0 without one."""
 
 
 def memory_of(sidecar: int) -> Memory:
     """Of this process, the trainer, and of the sidecar."""
-    return Memory(resident(os.getpid()), sum(map(resident, processes_of(sidecar))), gpu_bytes())
+    _, *started = processes_of(sidecar)
+    return Memory(
+        resident(os.getpid()), resident(sidecar), sum(map(resident, started)), gpu_bytes()
+    )
 
 
 async def push_many(
