@@ -1,0 +1,306 @@
+"""Whole runs in this process, with an engine that can be made to sample wrongly: what guard rails do to weights,
+checkpoints and data; which checkpoint is kept as the best; and what a stored step of such a run replays to."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from gate_cases import make_config, make_folder, serve_model
+from training_batch_cases import trajectory
+
+from tooljax import train as training
+from tooljax.checkpoint import Checkpointer
+from tooljax.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    GateConfig,
+    GrpoConfig,
+    GuardConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RunConfig,
+    TrackConfig,
+)
+from tooljax.guards import GuardStop
+from tooljax.policy import Policy, abstract_state, make_updater
+from tooljax.progress import Progress
+from tooljax.replay import replay_step
+from tooljax.rollouts import InterruptedRollout, Sidecars
+from tooljax.store import read_step
+from tooljax.train import Run, train
+
+REWARD = """
+def count(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(solution_str) % 7 / 7, "acc": 0.0}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    with serve_model(folder) as served:
+        yield served
+
+
+@contextmanager
+def opened(served):
+    """As a run that begins opens them: it numbers its weights after those that are served."""
+    with Sidecars([served.url], token=None, timeout_s=60.0) as sidecars:
+        yield sidecars
+
+
+@pytest.fixture
+def sidecars(served):
+    with opened(served) as sidecars:
+        yield sidecars
+
+
+@pytest.fixture(scope="module")
+def base(folder, served, tmp_path_factory):
+    place = tmp_path_factory.mktemp("base")
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"Problem {i}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+        }
+        for i in range(8)
+    ]
+    (place / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    # An untrained policy solves nothing, and rewards that are all equal teach nothing.
+    (place / "reward.py").write_text(REWARD)
+    served.sidecar.agent.scorer.reward = f"{place / 'reward.py'}:count"
+    off: dict[str, Any] = {
+        "max_truncated_frac": 0.0,
+        "max_call_rate_fall": 0.0,
+        "max_accuracy_fall": 0.0,
+    }
+    return make_config(
+        folder,
+        reward=RewardConfig(function=f"{place / 'reward.py'}:count"),
+        run=RunConfig(dir=str(place / "run"), steps=3, progress="off"),
+        data=DataConfig(train=(str(place / "train.jsonl"),), prompts_per_step=2),
+        grpo=GrpoConfig(group_size=2, kl_coef=0.0, zero_variance="keep", scale_by_std=False),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=0),
+        track=TrackConfig(tensorboard=False),
+        checkpoint=CheckpointConfig(every_steps=1, keep=9),
+        gate=GateConfig(every_pushes=0, prompts=2, max_tokens=8),
+        guard=GuardConfig(max_mismatch_kl=0.0, **off),
+    )
+
+
+@pytest.fixture(scope="module")
+def updater(base):
+    policy = Policy.load(base.model.path, "float32")
+    options: dict[str, Any] = {"total_updates": 3, "learning_rate": base.optimizer.learning_rate}
+    return make_updater(base, policy, **options), policy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(updater):
+    """All runs here make the same updates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "make_updater", lambda *_, **__: updater[0])
+        yield
+
+
+@pytest.fixture(scope="module")
+def weights(updater):
+    """Reads those of a run's checkpoint."""
+    abstract = abstract_state(updater[0], updater[1].params)
+
+    def read(config, step: int) -> list[np.ndarray]:
+        with Checkpointer(f"{config.run.dir}/checkpoints", keep=9) as checkpoints:
+            found = checkpoints.restore(abstract, step=step)
+        assert found is not None
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(found[1].params)]
+
+    return read
+
+
+@pytest.fixture
+def config(base, tmp_path):
+    return replace(base, run=replace(base.run, dir=str(tmp_path / "run")))
+
+
+@pytest.fixture(scope="module")
+def unguarded(base, served):
+    """A run without guard rails, whose evaluations say what is made up here; only the newest and the best are kept."""
+    accuracies = iter([0.9, 0.1, 0.5, 0.2])  # of the base model, then of each step
+    config = replace(
+        base,
+        evaluate=EvaluateConfig(every_steps=1),
+        data=replace(base.data, eval=base.data.train),
+        checkpoint=CheckpointConfig(every_steps=50, keep=1),
+    )
+
+    def told(*_):
+        return SimpleNamespace(metrics={"eval/accuracy": next(accuracies)})
+
+    with pytest.MonkeyPatch.context() as patch, opened(served) as sidecars:
+        patch.setattr(training, "evaluate", told)
+        assert train(config, sidecars) == 3
+    return config
+
+
+def guarded(config, action: Any):
+    """Samples of a wrong temperature are beyond the limit; those of the right one have about 1e-10. Every trajectory
+    of this untrained policy runs into its token limit."""
+    return replace(config, guard=replace(config.guard, action=action, max_mismatch_kl=1e-4))
+
+
+@pytest.fixture
+def samples_wrongly(served, sidecars, monkeypatch):
+    """Call it with the steps whose rollouts are to be sampled at another temperature than is asked for."""
+    engine = served.sidecar.agent.engine
+    generate = type(engine).generate
+
+    def in_steps(*steps: int) -> None:
+        async def wrong(request):
+            sampling = request.sampling
+            if engine.policy_version in [sidecars.version_of(step - 1) for step in steps]:
+                sampling = msgspec.structs.replace(sampling, temperature=1.0)
+            return await generate(engine, replace(request, sampling=sampling))
+
+        monkeypatch.setattr(engine, "generate", wrong)
+
+    return in_steps
+
+
+def rows(config) -> list[dict[str, float]]:
+    with open(f"{config.run.dir}/metrics.jsonl") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all((a == b).all() for a, b in zip(one, other, strict=True))
+
+
+def test_skip_leaves_the_update_out_and_goes_on(config, sidecars, samples_wrongly, weights):
+    samples_wrongly(2)
+    config = guarded(config, "skip")
+    assert train(config, sidecars) == 3
+    logged = rows(config)
+    assert [row["guard/alarms"] for row in logged] == [0, 1, 0]
+    assert [row["guard/skipped"] for row in logged] == [0, 1, 0]
+    assert [row["optim/skipped"] for row in logged] == [0, 1, 0]
+    assert logged[1]["policy/kl_mismatch"] > 1e-3
+    one, two, three = (weights(config, step) for step in (1, 2, 3))
+    assert same(one, two)
+    assert not same(two, three)
+    for step in (1, 2, 3):
+        report = replay_step(config.run.dir, step)
+        assert not report.mismatches
+        assert report.compared["loss"] >= 5
+
+
+def test_rollback_takes_the_weights_of_the_newest_checkpoint_and_the_data_goes_on(
+    config, sidecars, samples_wrongly, weights
+):
+    samples_wrongly(4)
+    config = guarded(config, "rollback")
+    config = replace(
+        config,
+        run=replace(config.run, steps=4),
+        checkpoint=CheckpointConfig(every_steps=2, keep=9),
+    )
+    assert train(config, sidecars) == 4
+    assert [row["guard/rolled_back_steps"] for row in rows(config)] == [0, 0, 0, 2]
+    assert same(weights(config, 2), weights(config, 4))
+    # Eight tasks, two a step: all were taken, none twice.
+    taken = [task for step in (1, 2, 3, 4) for task in read_step(config.run.dir, step).header.tasks]
+    assert len(taken) == len(set(taken)) == 8
+
+
+def test_stop_saves_nothing_of_what_went_wrong(
+    config, served, sidecars, unguarded, samples_wrongly, weights
+):
+    samples_wrongly(2)
+    config = guarded(config, "stop")
+    with pytest.raises(
+        GuardStop, match=r"policy/kl_mismatch=0.* The run stops: guard.action is stop"
+    ):
+        train(config, sidecars)
+    assert [row["guard/alarms"] for row in rows(config)] == [0, 1]
+    assert Checkpointer(f"{config.run.dir}/checkpoints").steps() == [1]
+    # With that mended, it goes on from there, and ends where a run without guard rails does, bit for bit.
+    samples_wrongly()
+    with opened(served) as again:
+        assert train(config, again) == 3
+    assert [row["step"] for row in rows(config)] == [1, 2, 3]
+    for step in (2, 3):
+        assert same(weights(config, step), weights(unguarded, step))
+
+
+def test_what_rollouts_show_leaves_the_batch_out_before_anything_is_computed(config, sidecars):
+    config = replace(
+        config,
+        run=replace(config.run, steps=1),
+        guard=GuardConfig(action="skip", max_truncated_frac=0.1),
+    )
+    assert train(config, sidecars) == 1
+    (row,) = rows(config)
+    assert row["rollout/truncated_frac"] > 0.1
+    assert (row["guard/skipped"], row["optim/skipped"]) == (1, 1)
+    assert "policy/loss" not in row
+    report = replay_step(config.run.dir, 1)
+    assert not report.mismatches
+    assert list(report.skipped["loss"]) == [
+        "no update was made, so there are no log-probs (guard/skipped)"
+    ]
+
+
+def test_a_guard_that_is_off_has_no_alarms(unguarded):
+    assert [row.get("guard/alarms") for row in rows(unguarded)] == [None, 0, 0, 0]
+    assert not any("guard/skipped" in row for row in rows(unguarded))
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(unguarded):
+    with Checkpointer(f"{unguarded.run.dir}/checkpoints", keep=1) as checkpoints:
+        assert checkpoints.best() == (2, "eval/accuracy", 0.5)
+        assert checkpoints.steps() == [2, 3]
+
+
+def test_a_best_metric_that_is_none_is_told_before_anything_is_loaded(config, sidecars):
+    config = replace(config, evaluate=EvaluateConfig(best_metric="eval/acuracy"))
+    with pytest.raises(ValueError, match="evaluate.best_metric='eval/acuracy' is no metric"):
+        train(config, sidecars)
+
+
+def test_each_batch_of_a_refill_has_seeds_of_its_own_and_interrupted_all_its_tasks_come_again(
+    config, sidecars, monkeypatch
+):
+    config = replace(config, grpo=replace(config.grpo, zero_variance="refill"))
+    run = Run.open(config, sidecars)
+    run.source.next()
+    before = run.source.state()
+    asked = []
+
+    def rollout(tasks, *, seed, **options):
+        asked.append((tuple(task.task_id for task in tasks), seed))
+        if len(asked) == 3:
+            raise InterruptedRollout
+        return [[trajectory(0.0, task=i, sample=j) for j in range(2)] for i in range(len(tasks))]
+
+    monkeypatch.setattr(sidecars, "rollout", rollout)
+    with Progress("off", 3, title="", start=0) as progress:
+        with pytest.raises(InterruptedRollout):
+            run.rollout(5, progress)
+        assert [seed for _, seed in asked] == [(0, 5), (0, 5, 1), (0, 5, 2)]
+        assert len({tasks for tasks, _ in asked}) == 3
+        assert run.source.state() == before
+        # Taken up again, they are the same.
+        groups = run.rollout(5, progress)
+    assert asked[3:] == [*asked[:3], (asked[6][0], (0, 5, 3))]
+    assert [group[0].task_index for group in groups] == list(range(8))
