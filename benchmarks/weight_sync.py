@@ -63,12 +63,12 @@ def main() -> None:
         "--density", type=float, default=0.0, help="push, slope: 0 takes the measured one, or 0.005"
     )
     parser.add_argument(
-        "--running", type=int, default=-1, help="push: trajectories under way; default 16, jax: 0"
+        "--running", type=int, default=-1, help="trajectories under way; push, sglang: 16, else 0"
     )
     parser.add_argument("--sglang_args", default="{}", help="JSON of more arguments for SGLang")
     args = parser.parse_args()
     if args.running < 0:
-        args.running = 16 if args.engine == "sglang" else 0
+        args.running = 16 if args.engine == "sglang" and args.only != "slope" else 0
     # A trainer and an engine on one GPU: neither takes it all.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     density = args.density
@@ -283,7 +283,9 @@ async def push_all(
         await until_ready(client)
         if args.only == "slope":
             move = partial(moved, density)
-            raise SystemExit(await push_many(client, process, tensors, move, args.pushes) > 0)
+            async with generating(client, args.running):
+                wrong = await push_many(client, process, tensors, move, args.pushes)
+            raise SystemExit(wrong > 0)
         sender = WeightSender([client], mode="delta", part_bytes=2**25)
         async with generating(client, args.running):
             for version in range(1, args.pushes + 2):
