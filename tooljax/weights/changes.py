@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rollout_sidecar.threads import workers
 from rollout_sidecar.weight_codec import Delta
 from tooljax.weights.stopwatch import Stopwatch
 
@@ -125,15 +126,15 @@ def find_changes(
     agree in shape (of one dimension or more) and dtype (of 2 bytes), the first ones in their sharding, and the second
     ones. `watch` gets the seconds of "find", in which the devices compare and count, and of "fetch".
     """
-    for several in _in_flight(groups):
-        with watch.stage("find"):
-            under_way = deque(_Comparison(pairs) for pairs in several)
-            for comparison in under_way:
-                comparison.pick(share)
-        while under_way:
-            with watch.stage("fetch"):
-                changes = under_way.popleft().changes()
-            yield changes
+    with workers() as asking:  # in threads for the first time's sake, when programs are compiled
+        for several in _in_flight(groups):
+            with watch.stage("find"):
+                under_way = deque(asking.map(_Comparison, several))
+                deque(asking.map(lambda each: each.pick(share), under_way), maxlen=0)
+            while under_way:
+                with watch.stage("fetch"):
+                    changes = under_way.popleft().changes()
+                yield changes
 
 
 def _in_flight(groups: Iterable[Sequence[Pair]]) -> Iterator[list[Sequence[Pair]]]:
