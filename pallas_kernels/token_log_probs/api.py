@@ -4,6 +4,7 @@ There is one chooser, this file, and two exceptions: an implementation raises No
 this backend or these shapes (the next one is tried) and ValueError when the caller is wrong (nothing else is tried).
 """
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -166,6 +167,31 @@ def _rows(hidden, head, targets, bias, master, temperature, soft_cap, valid, hea
     return {"targets": targets, "scale": jnp.where(valid, scale, 1.0), "valid": valid}
 
 
+def _check_spread(problem: Problem, hidden: Array, head: Array) -> None:
+    """ValueError for whole arrays that do not divide over the mesh."""
+    shards = problem.shards
+    if shards.mesh is None:
+        return
+    sizes = {"tokens": hidden.shape[0], "vocab": problem.vocab(head)}
+    for what, axes in (("tokens", shards.tokens), ("vocab", shards.vocab)):
+        names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+        unknown = [name for name in names if name not in shards.mesh.shape]
+        if unknown:
+            raise ValueError(
+                f"shards.{what}={axes!r} names {unknown[0]!r}, which the mesh of {dict(shards.mesh.shape)} has not"
+            )
+        ways = math.prod(shards.mesh.shape[name] for name in names)
+        if sizes[what] % ways:
+            raise ValueError(
+                f"{what}={sizes[what]} does not divide over the {ways} devices of shards.{what}={axes!r}; "
+                + (
+                    "pad with tokens that are not valid"
+                    if what == "tokens"
+                    else "leave it whole: shards.vocab=None"
+                )
+            )
+
+
 def _embed(head: Array, head_axes: str) -> int:
     return head.shape[1 if head_axes == "vocab embed" else 0]
 
@@ -176,6 +202,7 @@ def _chosen(
     names = list(_IMPLEMENTATIONS)
     if implementation is not None and implementation not in names:
         raise ValueError(f"implementation={implementation!r} is unknown; choose one of {names}")
+    _check_spread(problem, hidden, head)
     reasons = []
     for name in names if implementation is None else [implementation]:
         try:

@@ -68,7 +68,7 @@ class Exact:
         values: list[Any] = [np.where(self.valid, x, 0.0) for x in (picked, normaliser, entropy)]
         self.values = TokenLogProbs(*values)
 
-    def gradients(self, d_log_prob, d_log_normaliser=0.0, d_entropy=0.0):
+    def gradients(self, d_log_prob, d_log_normaliser: Any = 0.0, d_entropy: Any = 0.0):
         """Of hidden, head and bias."""
         tokens = len(self.hidden)
         d, n, e = (
