@@ -5,7 +5,7 @@ SGLANG_VENV ?= .venv-sglang
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BENCHMARKS ?= $(sort $(filter-out benchmarks/token_log_probs.py,$(wildcard benchmarks/*.py)))
+BENCHMARKS ?= $(sort $(filter-out benchmarks/token_log_probs%.py,$(wildcard benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -16,7 +16,7 @@ help:
 	@echo "make test         run the tests (PYTEST_ARGS='tests/tooljax -k config')"
 	@echo "make check        lint, formatting and types"
 	@echo "make bench        run the benchmarks (BENCHMARKS=benchmarks/one.py)"
-	@echo "make bench-kernels  check and time the kernels on an NVIDIA GPU (ARGS='--sections check,forward')"
+	@echo "make bench-kernels  check and time the kernels on an NVIDIA GPU (ARGS='--sections ceiling,table')"
 	@echo "make test-models  fetch a small real model and tokenizer for the tests that skip without them"
 	@echo "make test-sglang  run the tests of the SGLang engine on a real SGLang, on this machine's CPU (Python 3.11, 4 GB)"
 	@echo "make clean        remove the virtual environment, caches and build outputs; runs/ stays"

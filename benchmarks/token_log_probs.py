@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import jax
 import jax.numpy as jnp
 from support import log_prob_check, log_prob_peers
-from support.gpu_timing import Candidate, Run, jax_candidate
+from support.gpu_timing import MIB, Candidate, Run, jax_candidate
 
 from pallas_kernels.token_log_probs import token_log_probs, token_loss, tune
 
@@ -174,8 +174,28 @@ def table(run: Run, name: str, sizes: tuple[int, int, int], rounds: int) -> None
             f"| {label.replace('backward', 'forward and backward')} | {ms.median:.1f} "
             f"({ms.lowest:.1f}–{ms.highest:.1f}) | {share:.2f} | {ratio:.2f} | {workspace:.0f} |"
         )
+    lean = 2 * tokens * vocab / MIB
+    for ours in (OURS, OURS_BACKWARD):
+        print(best_lean(ours, timed, {n: each.workspace for n, each in ready.items()}, lean))
     missing = [label for label, got in found.items() if got is None]
     print(f"left out, see above: {', '.join(missing) or 'nothing'}\n", flush=True)
+
+
+def best_lean(ours: str, timed: dict, workspace: dict[str, float], limit: float) -> str:
+    """Ours beside the fastest of the others of its kind that need less than `limit` MiB, all logits in bfloat16."""
+    backward = ours.endswith("backward")
+    peers = {
+        label: ms.median
+        for label, ms in timed.items()
+        if label.endswith("backward") == backward
+        and not label.startswith("ours")
+        and workspace[label] < limit
+    }
+    if ours not in timed or not peers:
+        return f"{ours}: nothing lean to compare with"
+    best = min(peers, key=lambda label: peers[label])
+    ratio = peers[best] / timed[ours].median
+    return f"{ours}: {ratio:.2f} times as fast as the best peer below {limit:.0f} MiB, {best}"
 
 
 def entropy(run: Run, name: str, sizes: tuple[int, int, int]) -> None:
@@ -217,8 +237,10 @@ def main() -> None:
     parser.add_argument("--budget_s", type=float, default=600)
     parser.add_argument("--json", default="", help="where to write everything measured")
     args = parser.parse_args()
-    sections = args.sections.split(",")
-    shapes = {name: SHAPES[name] for name in args.shapes.split(",")}
+    sections, names = args.sections.split(","), args.shapes.split(",")
+    if unknown := sorted({*sections} - {*SECTIONS} | {*names} - {*SHAPES}):
+        parser.error(f"{unknown} are unknown; sections are {SECTIONS} and shapes {tuple(SHAPES)}")
+    shapes = {name: SHAPES[name] for name in names}
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise SystemExit(f"this needs an NVIDIA GPU, and JAX has {device.device_kind}")

@@ -109,6 +109,11 @@ def main() -> None:
     parser.add_argument("--embed", type=int, required=True)
     parser.add_argument("--vocab", type=int, required=True)
     args = parser.parse_args()
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise SystemExit(
+            f"this times NVIDIA GPUs, and JAX has {device.device_kind}; TPUs need no table: tpu.py fills their VMEM"
+        )
     chunk = gpu.default_chunk_tokens(args.vocab, Tiles())
     kinds = {
         "gpu forward": (FORWARD, forward, args.tokens),
@@ -119,6 +124,8 @@ def main() -> None:
         calls, reasons = compiled(candidates, kernel, list(arrays))
         for name, reason in reasons.items():
             print(f"{kind} {name}: left out: {reason}")
+        if not calls:
+            continue
         timed = in_turns(calls)
         for name, ms in timed.items():
             print(f"{kind} {name}: {ms.median:.2f} ms ({ms.lowest:.2f} to {ms.highest:.2f})")
