@@ -23,6 +23,9 @@ FUSED = {
 }
 """What SGLang keeps as one tensor, rows below rows."""
 
+LEAST_FREED = 0.01
+"""Of the device's memory: an engine that serves holds more than this of it."""
+
 VOCAB_PADDING = 64
 """Embedding and head are filled up with zeros to a multiple of so many rows."""
 
@@ -38,15 +41,38 @@ def check_can_release(options: SglangOptions) -> None:
 
 async def release(manager: Any) -> None:
     """Frees weights, KV cache and CUDA graphs, and what this process has kept for staging."""
+    before = await asyncio.to_thread(free_memory)
     request = sglang_module(_IO).ReleaseMemoryOccupationReqInput()
     await manager.release_memory_occupation(request, None)
     await asyncio.to_thread(_free_staging)
+    warn_if_kept(before, await asyncio.to_thread(free_memory))
 
 
 async def resume(manager: Any) -> None:
     """Takes them again. The weights are garbage."""
     request = sglang_module(_IO).ResumeMemoryOccupationReqInput()
     await manager.resume_memory_occupation(request, None)
+
+
+def warn_if_kept(before: tuple[int, int], after: tuple[int, int]) -> None:
+    """Says so where SGLang took the request and kept its memory. Both are (free, all) bytes of the device."""
+    freed, total = after[0] - before[0], before[1]
+    if freed < LEAST_FREED * total:
+        _log.warning(
+            "SGLang said that it released its memory, and %d MiB of the device's %d MiB became free: torch_memory_saver "
+            "has no effect in its processes. Unset PYTORCH_CUDA_ALLOC_CONF if it has expandable_segments, look for "
+            "LD_PRELOAD in what SGLang's processes print, or give the trainer room with --memory_fraction and set "
+            "sidecar.share_gpu = False",
+            freed // 2**20,
+            total // 2**20,
+        )
+
+
+def free_memory() -> tuple[int, int]:
+    """Bytes of the device that are free, and all of them; zeros where there is no GPU."""
+    import torch
+
+    return torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
 
 
 def _free_staging() -> None:

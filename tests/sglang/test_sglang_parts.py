@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sglang_cases import request
 
+from rollout_sidecar.engines import sglang_memory
 from rollout_sidecar.engines.base import WeightTensor
 from rollout_sidecar.engines.sglang_process import LogTail, start_failure
 from rollout_sidecar.engines.sglang_sampling import read_output, request_arguments
@@ -195,3 +196,11 @@ def test_every_byte_of_every_tensor_lies_where_its_bucket_says(bucket_bytes, pie
         assert len(places) == 1 or len(flat) <= bucket_bytes
         assert flat.sum() == sum(found[-i].sum() for i in range(1, len(places) + 1))
     assert [each.tolist() for each in found] == [array.tolist() for array in arrays]
+
+
+def test_memory_that_sglang_keeps_is_told(caplog):
+    gib = 2**30
+    sglang_memory.warn_if_kept((10 * gib, 140 * gib), (40 * gib, 140 * gib))
+    assert not caplog.records
+    sglang_memory.warn_if_kept((10 * gib, 140 * gib), (10 * gib + 27 * 2**20, 140 * gib))
+    assert "and 27 MiB of the device's 143360 MiB became free" in caplog.text
