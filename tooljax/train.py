@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from rollout_sidecar.client import SidecarError
-from rollout_sidecar.protocol import Task
+from rollout_sidecar.protocol import SamplingParams, Task
 from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.batch import TrainBatch
 from tooljax.checkpoint import Checkpointer, CheckpointError
@@ -36,7 +36,14 @@ from tooljax.run_dir import make_run_dir, write_config
 from tooljax.store.records import values_of_items
 from tooljax.store.store import Credit, TrajectoryStore
 from tooljax.trackers import Trackers
-from tooljax.training_batch import make_batch, refilled, why_untrainable, with_kl_in_reward
+from tooljax.training_batch import (
+    make_batch,
+    refilled,
+    sampled,
+    why_untrainable,
+    with_greedy,
+    with_kl_in_reward,
+)
 from tooljax.update import Metrics, TrainState, Updater
 
 
@@ -218,11 +225,20 @@ class Run:
         position, first = self.source.state(), (self.config.run.seed, step)
 
         def sample(batch: int) -> Groups:
+            tasks, seed = self.source.next(), (*first, batch) if batch else first
+            groups = play(tasks, self.config.grpo.group_size, seed, sampling(self.config.sampling))
+            if self.config.grpo.adv_estimator != "remax":
+                return groups
+            return with_greedy(groups, play(tasks, 1, seed, SamplingParams(temperature=0.0)))
+
+        def play(
+            tasks: list[Task], samples: int, seed: tuple[int, ...], params: SamplingParams
+        ) -> Groups:
             return self.sidecars.rollout(
-                self.source.next(),
-                samples=self.config.grpo.group_size,
-                seed=(*first, batch) if batch else first,
-                sampling=sampling(self.config.sampling),
+                tasks,
+                samples=samples,
+                seed=seed,
+                sampling=params,
                 limits=limits(self.config.limits),
                 reward_weights=reward_weights(self.config.reward, step),
                 quorum=self.config.sidecar.quorum,
@@ -267,7 +283,7 @@ class Run:
             metrics["optim/skipped"] += skipped
         kl = told.get("policy/kl_reward", metrics.get("policy/kl_ref"))
         if kl is not None:
-            self.kl.steer(kl, sum(map(len, groups)))
+            self.kl.steer(kl, len(sampled(grpo, groups)))
         return state, batch, metrics | told
 
     def store_step(
@@ -285,7 +301,7 @@ class Run:
 
     def describe(self, groups: Groups, step: int) -> Metrics:
         """Metrics of the trajectories that led to `step`."""
-        trajectories = [trajectory for group in groups for trajectory in group]
+        trajectories = sampled(self.config.grpo, groups)
         if all(map(why_untrainable, trajectories)):
             first = trajectories[0]
             print(

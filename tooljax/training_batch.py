@@ -36,6 +36,12 @@ ZERO_VARIANCE = "all rewards of its group are equal"
 SURPLUS = "the batch was full"
 """Why groups are left out that grpo.zero_variance = "refill" has sampled beyond data.prompts_per_step."""
 
+BASELINE = "its reward is what its group is compared with"
+"""Why the greedy trajectories are left out that remax takes as baselines."""
+
+NO_BASELINE = "the greedy trajectory of its prompt has no reward that counts"
+"""Why a group is left out that remax has nothing to compare with."""
+
 Values = Float[np.ndarray, " _tokens"]
 """Of one trajectory's sampled tokens; each has its own number of them."""
 
@@ -52,6 +58,8 @@ class Judged:
     """Groups whose rewards are all equal."""
     dropped: list[list[str]]
     """Why a trajectory is not trained on; "" for the others."""
+    baseline: Float[np.ndarray, " prompt"] | None = None
+    """remax: rewards of the greedy trajectories."""
 
     @property
     def members(self) -> list[tuple[int, int]]:
@@ -79,7 +87,9 @@ def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics, Cre
         "reward/zero_variance_group_frac": float(judged.flat.mean()),
         "perf/padding_fraction": batch.padding_fraction,
         "perf/loss_tokens": float(batch.loss_tokens),
-        "rollout/untrainable_frac": float(1 - judged.valid.mean()),
+        "rollout/untrainable_frac": float(
+            1 - judged.valid.sum() / len(sampled(config.grpo, groups))
+        ),
     }
     if config.grpo.zero_variance == "refill":
         metrics["rollout/refill_batches"] = len(groups) / config.data.prompts_per_step
@@ -128,6 +138,19 @@ def refilled(config: Config, sample: Callable[[int], Groups]) -> Groups:
     return groups
 
 
+def with_greedy(groups: Groups, greedy: Groups) -> Groups:
+    """The groups, each with the greedy trajectory of its prompt behind its own: what remax compares them with."""
+    return [
+        [*group, *(msgspec.structs.replace(t, sample_index=len(group)) for t in own)]
+        for group, own in zip(groups, greedy, strict=True)
+    ]
+
+
+def sampled(grpo: GrpoConfig, groups: Groups) -> list[Trajectory]:
+    """All trajectories but those that `with_greedy` has added."""
+    return [t for group in groups for t in group if not _is_greedy(grpo, t)]
+
+
 def why_untrainable(trajectory: Trajectory) -> str:
     """Why a trajectory is left out of every batch; "" if it can be trained on."""
     if trajectory.status in UNTRAINABLE:
@@ -142,9 +165,18 @@ def _judged(config: Config, groups: Groups) -> Judged:
     reward = np.array([[t.reward for t in group] for group in groups], np.float32)
     dropped = [[why_untrainable(trajectory) for trajectory in group] for group in groups]
     valid = np.array([[not why for why in row] for row in dropped])
+    baseline = None
+    if grpo.adv_estimator == "remax":
+        assert all(_is_greedy(grpo, group[-1]) for group in groups), "see with_greedy"
+        baseline, known = reward[:, -1].astype(np.float64), valid[:, -1].copy()
+        dropped = [
+            [*((why or NO_BASELINE * (not has)) for why in row[:-1]), BASELINE]
+            for row, has in zip(dropped, known, strict=True)
+        ]
+        valid = np.array([[not why for why in row] for row in dropped])
     parts = _parts(grpo, groups) if grpo.reward_keys else reward[None]
     flat = np.all([np.asarray(zero_variance(part, valid=valid)) for part in parts], axis=0)
-    judged = Judged(groups, reward, valid, flat, dropped)
+    judged = Judged(groups, reward, valid, flat, dropped, baseline)
     if grpo.zero_variance == "keep" or grpo.adv_estimator in NOT_RELATIVE:
         return judged
     wanted = config.data.prompts_per_step if grpo.zero_variance == "refill" else len(groups)
@@ -153,6 +185,10 @@ def _judged(config: Config, groups: Groups) -> Judged:
         why = ZERO_VARIANCE if flat[i] else "" if taken[i] else SURPLUS
         dropped[i] = [known or why for known in row]
     return judged
+
+
+def _is_greedy(grpo: GrpoConfig, trajectory: Trajectory) -> bool:
+    return grpo.adv_estimator == "remax" and trajectory.sample_index >= grpo.group_size
 
 
 def _teaching(judged: Judged) -> Bool[np.ndarray, " prompt"]:
@@ -178,11 +214,9 @@ def _advantages(
 ) -> list[Values]:
     """Of each sampled token of each member, float64. `penalties` are taken off the rewards of their tokens."""
     members, kind = judged.members, grpo.adv_estimator
-    sampled = {
-        (i, j): sum(sum(s.loss_mask) for s in t.streams)
-        for i, group in enumerate(judged.groups)
-        for j, t in enumerate(group)
-    }
+    lengths = np.array(
+        [[sum(sum(s.loss_mask) for s in t.streams) for t in group] for group in judged.groups]
+    )
     reward = judged.reward.astype(np.float64)
     for (i, j), penalty in zip(members, penalties or (), strict=bool(penalties)):
         reward[i, j] -= penalty.sum()
@@ -193,22 +227,24 @@ def _advantages(
             parts, weights, valid=judged.valid, scale_by_std=grpo.scale_by_std
         )
     else:
-        lengths = np.array([sampled[key] for key in sorted(sampled)]).reshape(reward.shape)
         each = estimated_advantages(
             kind,
             reward,
             valid=judged.valid,
             lengths=lengths,
             scale_by_std=grpo.scale_by_std,
+            baseline=judged.baseline,
         )
-    out = [np.full(sampled[member], each[member]) for member in members]
-    if kind == "reinforce_plus_plus":
+    out = [np.full(lengths[member], each[member]) for member in members]
+    if kind in NOT_RELATIVE:
         out = []
         for m, member in enumerate(members):
-            own = -penalties[m] if penalties else np.zeros(sampled[member])
+            own = -penalties[m] if penalties else np.zeros(lengths[member])
             # On the last trained token, wherever the trajectory ends.
             own[-1] += judged.reward[member]
             out.append(discounted_returns(own, gamma=grpo.gamma))
+            if judged.baseline is not None:
+                out[-1] -= judged.baseline[member[0]]
     if kind in WHITENED and out:
         cuts = np.cumsum([values.size for values in out])[:-1]
         out = np.split(whitened(np.concatenate(out)), cuts)

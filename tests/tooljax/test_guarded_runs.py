@@ -304,3 +304,23 @@ def test_each_batch_of_a_refill_has_seeds_of_its_own_and_interrupted_all_its_tas
         groups = run.rollout(5, progress)
     assert asked[3:] == [*asked[:3], (asked[6][0], (0, 5, 3))]
     assert [group[0].task_index for group in groups] == list(range(8))
+
+
+def test_remax_asks_for_a_greedy_trajectory_of_each_prompt(config, sidecars, monkeypatch):
+    config = replace(config, grpo=replace(config.grpo, adv_estimator="remax"))
+    run = Run.open(config, sidecars)
+    asked = []
+
+    def rollout(tasks, *, samples, seed, sampling, **options):
+        asked.append(([task.task_id for task in tasks], samples, seed, sampling.temperature))
+        return [[trajectory(1.0, task=i) for _ in range(samples)] for i in range(len(tasks))]
+
+    monkeypatch.setattr(sidecars, "rollout", rollout)
+    with Progress("off", 3, title="", start=0) as progress:
+        groups = run.rollout(5, progress)
+    (tasks, *sampled), (again, *greedy) = asked
+    assert tasks == again
+    assert sampled == [2, (0, 5), config.sampling.temperature]
+    assert greedy == [1, (0, 5), 0.0]
+    assert [[t.sample_index for t in group] for group in groups] == [[0, 0, 2]] * 2
+    assert run.describe(groups, 1)["rollout/trajectories"] == 4

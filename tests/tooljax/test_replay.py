@@ -29,7 +29,7 @@ from tooljax.store import TrajectoryStore
 from tooljax.store.frames import FrameReader, FrameWriter
 from tooljax.store.records import Header, Record
 from tooljax.train import Run
-from tooljax.training_batch import make_batch, refilled
+from tooljax.training_batch import make_batch, refilled, with_greedy
 from tooljax.update import Updater
 
 REWARD = """
@@ -106,6 +106,9 @@ def trained(folder, **grpo: Any) -> tuple[Any, list[dict[str, float]]]:
     state, rng, told = updater.init(run.policy.params), np.random.default_rng(0), []
     for step in range(1, STEPS + 1):
         groups = refilled(run.config, lambda number: sample(rng, GROUPS * number))
+        if run.config.grpo.adv_estimator == "remax":
+            greedy = [[trajectory(i, 0, rng, flat=False)] for i in range(GROUPS)]
+            groups = with_greedy(groups, greedy)
         batch, metrics, credit = make_batch(run.config, groups)
         state, batch, metrics = Run.update(run, state, batch, groups, step, metrics)
         Run.store_step(run, step, groups, batch, credit, metrics)
@@ -128,6 +131,8 @@ KL_IN_REWARD = {
     "rollout_rs_high": (0.05,),
 }
 
+REMAX = KL_IN_REWARD | {"adv_estimator": "remax", "gamma": 1.0}
+
 BYPASSED = {
     "kl_coef": 0.2,
     "kl_target": 0.001,
@@ -143,7 +148,9 @@ BYPASSED = {
 }
 
 
-@pytest.mark.parametrize("grpo", [KL_IN_REWARD, BYPASSED], ids=["kl in reward", "bypass"])
+@pytest.mark.parametrize(
+    "grpo", [KL_IN_REWARD, REMAX, BYPASSED], ids=["kl in reward", "remax", "bypass"]
+)
 def test_what_was_trained_comes_out_the_same(tmp_path, grpo):
     run, told = trained(tmp_path, **grpo)
     # The weight of the KL is another one in each step, and none of them the config's but the first.
@@ -155,7 +162,7 @@ def test_what_was_trained_comes_out_the_same(tmp_path, grpo):
         assert report.mismatches == []
         assert report.notes == []
         assert max(report.largest.values()) <= 1e-6
-        trajectories = GROUPS * SAMPLES * (2 if grpo is BYPASSED else 1)
+        trajectories = GROUPS * (SAMPLES + (grpo is REMAX)) * (2 if grpo is BYPASSED else 1)
         assert report.compared["loss mask"] == trajectories
         # Each by its terms, and made again.
         assert report.compared["reward"] == 2 * trajectories
@@ -163,7 +170,7 @@ def test_what_was_trained_comes_out_the_same(tmp_path, grpo):
         assert report.compared["advantage"] == trajectories + 2 * GROUPS * SAMPLES
         compared = set(told[step - 1]) - {"policy/kl_coef"}
         assert report.compared["loss"] == len({k for k in compared if k.startswith("policy/")})
-    assert ("policy/kl_reward" in told[0]) == (grpo is KL_IN_REWARD)
+    assert ("policy/kl_reward" in told[0]) == (grpo is not BYPASSED)
 
 
 # --- tampered with ------------------------------------------------------------------------------------------------

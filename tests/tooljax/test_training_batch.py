@@ -15,7 +15,14 @@ from rollout_sidecar.protocol import (
 from tolerance import Tolerance
 from tooljax.batch import unpack
 from tooljax.grpo.estimators import whitened
-from tooljax.training_batch import UNTRAINABLE, make_batch, with_kl_in_reward
+from tooljax.training_batch import (
+    BASELINE,
+    NO_BASELINE,
+    UNTRAINABLE,
+    make_batch,
+    with_greedy,
+    with_kl_in_reward,
+)
 
 
 def test_advantages_reach_exactly_the_sampled_tokens():
@@ -283,3 +290,39 @@ def test_a_kl_in_the_reward_spans_the_streams_of_a_trajectory():
     # 1 - 0.6 = 0.4 against 0
     assert of_tokens(changed) == [pytest.approx([0.2]), pytest.approx([0.2]), pytest.approx([-0.2])]
     assert kl == pytest.approx((0.3 + 0.0) / 2)
+
+
+# --- remax --------------------------------------------------------------------------------------------------------
+
+
+def test_remax_compares_with_the_greedy_trajectory_of_the_prompt():
+    groups = [
+        [trajectory(1.0), trajectory(0.0)],
+        [trajectory(1.0, task=1), trajectory(1.0, task=1)],
+    ]
+    greedy = [[trajectory(0.25)], [trajectory(1.0, task=1)]]
+    batch, metrics, credit = make_batch(config(adv_estimator="remax"), with_greedy(groups, greedy))
+    assert of_tokens(batch) == [[0.75] * 2, [-0.25] * 2, [0.0] * 2, [0.0] * 2]
+    assert credit.dropped == [["", "", BASELINE]] * 2
+    assert credit.advantages.tolist() == [[0.75, -0.25, 0], [0, 0, 0]]
+    assert metrics["rollout/untrainable_frac"] == 0
+
+
+def test_remax_without_a_baseline_leaves_the_group_out():
+    groups = [[trajectory(1.0), trajectory(0.0, scored=False)], [trajectory(1.0), trajectory(0.0)]]
+    greedy = [[trajectory(9.0, status="engine_error")], [trajectory(1.0)]]
+    batch, metrics, credit = make_batch(config(adv_estimator="remax"), with_greedy(groups, greedy))
+    assert credit.dropped[0] == [NO_BASELINE, "it has no reward", BASELINE]
+    assert of_tokens(batch) == [[0.0] * 2, [-1.0] * 2]
+    assert metrics["rollout/untrainable_frac"] == 0.5
+
+
+def test_remax_with_a_kl_in_the_reward_pays_for_what_comes_after_a_token():
+    """verl: reversed sums of the tokens' rewards, less the baseline."""
+    groups = with_greedy([[trajectory(1.0), trajectory(0.0, sampled=1)]], [[trajectory(0.5)]])
+    made = config(adv_estimator="remax", kl_in="reward", kl_loss_type="k1")
+    batch = filled(make_batch(made, groups)[0], groups, [[0.1, 0.3], [0.2]])
+    changed, kl = with_kl_in_reward(made, groups, batch, 0.5)
+    # Rewards (-0.05, 0.85) and -0.1; returns (0.8, 0.85) and -0.1; less 0.5
+    assert of_tokens(changed) == [pytest.approx([0.3, 0.35]), pytest.approx([-0.6])]
+    assert kl == pytest.approx(0.2)

@@ -42,7 +42,8 @@ class GrpoConfig:
         "remax",
         "gdpo",
     ] = "grpo"
-    """How rewards become advantages; tooljax/grpo/estimators.py has the equations."""
+    """How rewards become advantages; tooljax/grpo/estimators.py has the equations. remax samples one greedy trajectory
+    more of each prompt, whose reward is the baseline."""
     scale_by_std: bool = True
     """Divide advantages by the group's standard deviation, in grpo, grpo_passk and gdpo; off is Dr.GRPO
     (arXiv:2503.20783)."""

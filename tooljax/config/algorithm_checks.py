@@ -17,12 +17,6 @@ def algorithm_problems(grpo: GrpoConfig) -> Iterator[Problem]:
 
 def _estimator(grpo: GrpoConfig) -> Iterator[Problem]:
     kind = grpo.adv_estimator
-    if kind == "remax":
-        yield _problem(
-            "adv_estimator='remax' needs a greedy trajectory of each prompt, which rollouts do not make yet; "
-            "take grpo.adv_estimator = 'rloo', whose baseline is the other trajectories",
-            "adv_estimator",
-        )
     if kind == "gdpo" and not grpo.reward_keys:
         yield _problem(
             "adv_estimator='gdpo' compares several rewards; name them in grpo.reward_keys, for example ('acc', 'tool')",
@@ -49,10 +43,10 @@ def _estimator(grpo: GrpoConfig) -> Iterator[Problem]:
             "gamma",
             "adv_estimator",
         )
-    if kind == "reinforce_plus_plus" and grpo.zero_variance == "refill":
+    if kind in ("reinforce_plus_plus", "remax") and grpo.zero_variance == "refill":
         yield _problem(
             "zero_variance='refill' replaces groups whose rewards are equal, from which "
-            "adv_estimator='reinforce_plus_plus' learns too; set grpo.zero_variance = 'keep'",
+            f"adv_estimator={kind!r} learns too; set grpo.zero_variance = 'keep'",
             "zero_variance",
             "adv_estimator",
         )
