@@ -19,7 +19,7 @@ Made from the schema by `{COMMAND}`; edit the docstrings in `tooljax/config/`, n
 
 A config is a gin file of lines such as `grpo.group_size = 16`, given with `--config FILE`; `--set section.field=value`
 wins over files, and both may be repeated. `--help` prints what is below, `--dry_run` the resolved config. Values are
-Python literals; text needs no quotes in `--set`. A wrong name, type or range is one error with file and line, and so are
+Python literals; text needs no quotes in `--set`. A wrong name, type or range is one error with file and line, as are
 settings that contradict each other.
 
 Sections: {{sections}}."""
