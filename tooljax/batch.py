@@ -22,14 +22,18 @@ from tooljax.packing import Group, Placement, first_fit_decreasing, in_rows, pla
 from tooljax.pytree import pytree_dataclass, static_field
 
 __all__ = [
+    "Batch",
     "PackItem",
     "PackedBatch",
     "Placement",
     "TrainBatch",
     "pack",
     "pack_mixed",
+    "packed",
     "trajectory_items",
     "unpack",
+    "unpack_field",
+    "with_advantages",
 ]
 
 Array = Any
@@ -94,6 +98,11 @@ class TrainBatch:
     """What the objective has prepared for each token, by its own names."""
     placements: tuple[Placement, ...] = static_field(default=())
     """In the order of the items that were packed."""
+
+    @property
+    def groups(self) -> "tuple[TrainBatch, ...]":
+        """As of a PackedBatch: this one."""
+        return (self,)
 
     @property
     def padding_fraction(self) -> float:
@@ -180,12 +189,36 @@ class PackedBatch:
         """All groups cut into pieces of `rows` rows."""
         return [piece for group in self.groups for piece in group.microbatches(rows)]
 
+    def without_loss(self) -> "PackedBatch":
+        """The same batch with no token to learn from."""
+        return replace(self, groups=tuple(group.without_loss() for group in self.groups))
+
     def unpack(self, values: Sequence[Array]) -> list[np.ndarray]:
         """The entries of each packed item, in the order in which they were given, from [rows time] of each group."""
         found: dict[int, np.ndarray] = {}
         for group, items, value in zip(self.groups, self.order, values, strict=True):
             found |= dict(zip(items, unpack(value, group), strict=True))
         return [found[i] for i in sorted(found)]
+
+
+Batch = TrainBatch | PackedBatch
+"""What an update takes."""
+
+
+def packed(
+    items: Sequence[PackItem],
+    *,
+    row_lengths: Sequence[int],
+    rows_per_microbatch: int,
+    mixed_lengths: bool,
+    shards: int = 1,
+) -> Batch:
+    """By pack_mixed, or else by pack. `shards` is the number of devices that each microbatch's rows are spread over."""
+    if not mixed_lengths:
+        return pack(items, row_lengths=row_lengths, rows_multiple=rows_per_microbatch)
+    return pack_mixed(
+        items, row_lengths=row_lengths, rows_per_microbatch=rows_per_microbatch, shards=shards
+    )
 
 
 def pack_mixed(
@@ -263,10 +296,31 @@ def _laid_out(items: Sequence[PackItem], group: Group) -> TrainBatch:
     )
 
 
-def unpack(values: Array, batch: TrainBatch) -> list[np.ndarray]:
-    """The entries of each packed item, in the order in which the items were given to `pack`."""
+def unpack(values: Any, batch: Batch) -> list[np.ndarray]:
+    """The entries of each packed item, in the order in which the items were given, from [rows time], or from a list of
+    them for a batch of several row lengths."""
+    if isinstance(batch, PackedBatch):
+        return batch.unpack(values)
     host = np.asarray(values)
     return [host[row, start : start + length] for row, start, length in batch.placements]
+
+
+def unpack_field(name: str, batch: Batch) -> list[np.ndarray]:
+    """The same of a field of the batch."""
+    values = [getattr(group, name) for group in batch.groups]
+    return unpack(values if isinstance(batch, PackedBatch) else values[0], batch)
+
+
+def with_advantages(batch: Batch, advantages: Sequence[Any]) -> Batch:
+    """The same batch with other advantages: of each packed item, those of its tokens or one for all."""
+    if isinstance(batch, PackedBatch):
+        own = [[advantages[item] for item in items] for items in batch.order]
+        groups = [with_advantages(g, a) for g, a in zip(batch.groups, own, strict=True)]
+        return replace(batch, groups=tuple(groups))
+    laid = np.zeros(batch.tokens.shape, np.float32)
+    for values, (row, start, length) in zip(advantages, batch.placements, strict=True):
+        laid[row, start : start + length] = values
+    return replace(batch, advantages=laid)
 
 
 def _checked_length(item: PackItem, index: int) -> int:

@@ -144,6 +144,9 @@ REGISTRY: dict[str, Metric] = {
     ),
     "perf/tokens_per_s": Metric("Tokens sampled per second of the whole step.", "tokens/s"),
     "perf/padding_fraction": Metric("Share of the batch that is padding.", "fraction"),
+    "perf/compilations": Metric(
+        "Programs that this update had to compile. After a run's first steps: 0.", "programs"
+    ),
     "perf/loss_tokens": Metric("Tokens that the loss sums over.", "tokens"),
     "weights/push_bytes": Metric("Bytes sent to each sidecar.", "bytes"),
     "weights/push_ratio": Metric("How many times more a push of all weights has.", ""),

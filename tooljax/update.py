@@ -24,7 +24,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tooljax.batch import TrainBatch
+from tooljax.batch import Batch, PackedBatch, TrainBatch
+from tooljax.compilations import Compilations
 from tooljax.model.decoder import Decoder
 from tooljax.objective import LARGEST, Means, Objective, SftObjective
 from tooljax.optimizer import Optimizer
@@ -88,6 +89,9 @@ class Updater:
             for loss, minimised in self._objectives.items()
         }
         self._apply = jax.jit(self._apply_gradients, donate_argnums=0)
+        self.compilations = Compilations(
+            [self._cast, self._zeros, self._forward, self._apply, *self._accumulate.values()]
+        )
         self.seen: list[Sampled | None] = []
         """Of each microbatch of the last update, on the devices: the log-probs that its loss was made from. None for
         those without loss tokens."""
@@ -120,9 +124,12 @@ class Updater:
         """
         return self._in_model_dtype(state.params)
 
-    def log_probs(self, params: Params, batch: TrainBatch) -> Float[np.ndarray, "rows time"]:
-        """Log-probs of the loss tokens under `params`, 0 elsewhere: old_log_probs or ref_log_probs of the batch."""
+    def log_probs(self, params: Params, batch: Batch) -> Any:
+        """Log-probs [rows time] of the loss tokens under `params`, 0 elsewhere: old_log_probs or ref_log_probs of the
+        batch. Of a batch of several row lengths, a list of them."""
         compute = self._in_model_dtype(params)
+        if isinstance(batch, PackedBatch):
+            return [self.log_probs(compute, group) for group in batch.groups]
         out = np.zeros(batch.tokens.shape, np.float32)
         for i, microbatch in enumerate(batch.microbatches(self._rows)):
             if microbatch.loss_tokens:
@@ -133,7 +140,7 @@ class Updater:
     def update(
         self,
         state: TrainState,
-        batch: TrainBatch,
+        batch: Batch,
         *,
         loss: Loss = "grpo",
         kl_coef: float | None = None,
@@ -165,6 +172,7 @@ class Updater:
             if microbatch.loss_tokens:
                 placed = self.layout.put(microbatch, "batch", "time")
                 totals, sampled = self._accumulate[loss](totals, compute, placed, denominator)
+                self.compilations.used_for(microbatch.tokens.shape)
             self.seen.append(sampled)
         bounds = jax.device_put(
             {name: np.asarray(pair, np.float32) for name, pair in limits.items()}

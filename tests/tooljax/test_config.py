@@ -298,7 +298,10 @@ def test_a_scope_is_not_mistaken_for_a_path_in_a_value(write):
             ["mesh.fsdp=3"],
             "batch.rows_per_microbatch=8 does not divide over mesh.data=1 x mesh.fsdp=3; set it to a multiple of 3",
         ),
-        (["mesh.context=3"], "batch.row_lengths has 1024, which does not divide over mesh.context=3"),
+        (
+            ["mesh.context=3"],
+            "batch.row_lengths has 1024, which does not divide over mesh.context=3",
+        ),
         (["evaluate.every_steps=5"], "evaluate.every_steps=5 but data.eval names no file"),
     ],
 )
@@ -314,6 +317,13 @@ def test_a_contradiction_names_every_place_that_set_it(write):
     assert refusal([name]).startswith(
         "run.gin:2, run.gin:1: limits.max_prompt_tokens=1024 must be below"
     )
+
+
+def test_rows_of_more_than_four_lengths_are_refused():
+    many = ["batch.mixed_lengths=True", "batch.row_lengths=(256,512,1024,2048,4096)"]
+    sentence = "compiles the update for each of the 5 batch.row_lengths; keep at most 4"
+    assert sentence in refusal([], many)
+    load_config([], many[1:])
 
 
 def test_settings_on_the_edge_are_accepted():

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from tooljax.config.algorithm_checks import algorithm_problems
+from tooljax.config.curriculum import curriculum_problems
 from tooljax.config.errors import ConfigError
 from tooljax.config.schema import Config
 
@@ -39,6 +40,7 @@ def _problems(config: Config) -> Iterator[Problem]:
     if sentence := reason("grpo.group_size", config.grpo.group_size):
         yield ("grpo.group_size",), sentence
     yield from algorithm_problems(config.grpo)
+    yield from curriculum_problems(config.curriculum)
     yield from _sampling(config)
     yield from _lengths(config)
     yield from _row_lengths(config)
@@ -129,6 +131,11 @@ def _row_lengths(config: Config) -> Iterator[Problem]:
             ("batch.row_lengths", "limits.max_trajectory_tokens"),
             f"batch.row_lengths={rows} cannot hold a trajectory of "
             f"limits.max_trajectory_tokens={longest}; add {longest} to batch.row_lengths or lower the limit",
+        )
+    if config.batch.mixed_lengths and len(rows) > 4:
+        yield (
+            ("batch.mixed_lengths", "batch.row_lengths"),
+            f"batch.mixed_lengths compiles the update for each of the {len(rows)} batch.row_lengths; keep at most 4",
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tooljax.config.algorithm import GrpoConfig as GrpoConfig
+from tooljax.config.curriculum import CurriculumConfig as CurriculumConfig
 from tooljax.config.judging import EvaluateConfig as EvaluateConfig
 from tooljax.config.judging import GuardConfig as GuardConfig
 from tooljax.config.mesh import MeshConfig as MeshConfig
@@ -211,6 +212,8 @@ class BatchConfig:
 
     row_lengths: tuple[int, ...] = (1024, 2048, 4096)
     """Ladder of row lengths; a batch uses the smallest that holds its longest trajectory. One compilation each."""
+    mixed_lengths: bool = False
+    """A batch has rows of several of these lengths, chosen for little padding; a microbatch has one. At most four."""
     rows_per_microbatch: Count = 8
     """Rows whose gradients are computed at once; the others of the batch are accumulated."""
 
@@ -309,6 +312,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
