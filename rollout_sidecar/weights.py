@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from rollout_sidecar.engines.base import Engine, WeightTensor
 from rollout_sidecar.errors import RequestError, describe
-from rollout_sidecar.host_memory import available_bytes
+from rollout_sidecar.host_memory import available_bytes, give_back
 from rollout_sidecar.metrics import Family
 from rollout_sidecar.protocol import (
     WeightsCommit,
@@ -180,6 +180,7 @@ class WeightStore:
             self._staging = None
             await self._swap(version, manifest, staging.buffer)
             self.content_hash = content_hash(manifest.tensors)
+            asyncio.get_running_loop().run_in_executor(None, give_back)  # nobody waits for it
             return WeightsCommitted(version=version, content_hash=self.content_hash)
 
     async def _swap(self, version: int, manifest: WeightsManifest, payload: np.ndarray) -> None:

@@ -2,6 +2,9 @@
 verified do not change any more."""
 
 import asyncio
+import ctypes
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -325,3 +328,22 @@ def test_memory_is_what_the_machine_and_the_group_have_left(tmp_path, monkeypatc
     for name in ("meminfo", "cgroup"):
         (tmp_path / name).unlink()
     assert host_memory.available_bytes() is None
+
+
+def test_freed_memory_goes_back_to_the_system():
+    """Blocks too small for maps of their own, whose neighbours stay: glibc alone would keep them all."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("only glibc keeps freed blocks like that")
+    blocks = [bytearray(b"x" * 100_000) for _ in range(1600)]
+    kept = blocks[::16]
+    before = resident()
+    del blocks
+    host_memory.give_back()
+    assert before - resident() > 100e6
+    assert sum(map(len, kept)) == 10_000_000
+
+
+def resident() -> int:
+    """Memory of this process."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

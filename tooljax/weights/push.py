@@ -11,6 +11,7 @@ from typing import Literal
 import jax
 
 from rollout_sidecar.client import SidecarClient, SidecarError
+from rollout_sidecar.host_memory import give_back
 from rollout_sidecar.protocol import TensorEntry, WeightsManifest, content_hash
 from rollout_sidecar.weight_codec import entropy_floor_bits
 from tooljax.weights.outgoing import Outgoing, Streamed, known, without_hashes
@@ -149,6 +150,7 @@ class WeightSender:
         elif any(array.dtype.itemsize == 2 for array in payload.arrays.values()):
             self._base = payload.acknowledged(version)
         self._last = payload, version
+        asyncio.get_running_loop().run_in_executor(None, give_back)  # nobody waits for it
         return PushReport(
             version=version,
             bytes=payload.nbytes,
