@@ -24,7 +24,7 @@ from tooljax.grpo.preparation import Correction, LogProbs, Preparation, Rejectio
 from tooljax.model.decoder import Decoder
 from tooljax.sampled import Sampled, sampled_log_probs, sampled_loss
 
-Batch = TypeVar("Batch", TrainBatch, PackedBatch)
+Batch = TypeVar("Batch", bound=TrainBatch | PackedBatch)
 
 Means = dict[str, Array]
 """Metrics of a microbatch: parts of a mean over the batch's loss tokens, or the largest of its tokens."""
@@ -121,6 +121,8 @@ class GrpoObjective:
                 decoder, batch, self._loss_of_token, given, denominator, **options
             )
         old = log_probs if batch.old_log_probs is None else batch.old_log_probs
+        # Where the engine's log-probs stand for the old ones, only the current ones are the trainer's.
+        trainers = log_probs if self.preparation.correction.bypass else old
         mean = partial(token_mean, mask=batch.loss_mask, denominator=denominator)
         sequence = given.get("sequence_log_ratio")
         clipped = self.preparation.policy(log_probs, old, batch.advantages, sequence)[1]
@@ -128,7 +130,7 @@ class GrpoObjective:
         means = {
             "policy/clip_frac": mean(clipped.astype(jnp.float32)),
             "policy/entropy": mean(entropy),
-            "policy/kl_mismatch": mean(k3(batch.rollout_log_probs, old)),
+            "policy/kl_mismatch": mean(k3(batch.rollout_log_probs, trainers)),
             "policy/ratio_max": jnp.max(jnp.where(batch.loss_mask, ratio, 0.0)),
         }
         if batch.ref_log_probs is not None:

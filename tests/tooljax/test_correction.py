@@ -221,6 +221,18 @@ def test_bypass_takes_the_engines_log_probs_for_the_old_ones():
     np.testing.assert_allclose(found[1], derivative / SEQUENCE.size, **EXACT)
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+def test_the_mismatch_is_between_engine_and_trainer_whoever_is_in_the_ratio(bypass):
+    now, old, rollout = log_probs(1, 0.5)
+    how = objective(bypass=bypass)
+    batch = make_batch(old, rollout)
+    prepared = jax.device_put(how.prepare(batch, lambda _: laid(now, batch))[0])
+    sampled = Sampled(jnp.asarray(laid(now, batch)), jnp.zeros(batch.tokens.shape))
+    means = how(sampled, prepared, jnp.float32(10), temperature=1.0, remat=False)[1]
+    d = (now if bypass else old) - rollout
+    assert float(means["policy/kl_mismatch"]) == pytest.approx((np.exp(d) - 1 - d).mean(), abs=1e-6)
+
+
 def test_bypass_with_a_plain_policy_gradient_weighs_by_the_current_policy():
     """verl's bypass_mode with loss_type=reinforce."""
     now, old, rollout = log_probs(1, 0.5)

@@ -23,6 +23,7 @@ from tooljax.config.schema import (
 )
 from tooljax.grpo.controller import KlController
 from tooljax.guards import Guard
+from tooljax.metrics import check_names
 from tooljax.objective import make_objective
 from tooljax.replay import main, replay_step
 from tooljax.store import TrajectoryStore
@@ -153,6 +154,8 @@ BYPASSED = {
 )
 def test_what_was_trained_comes_out_the_same(tmp_path, grpo):
     run, told = trained(tmp_path, **grpo)
+    for metrics in told:
+        check_names(metrics)
     # The weight of the KL is another one in each step, and none of them the config's but the first.
     coefficients = [metrics["policy/kl_coef"] for metrics in told]
     assert coefficients[0] == 0.2 != coefficients[1]

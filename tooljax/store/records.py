@@ -67,6 +67,7 @@ class Record(_Stored, frozen=True, kw_only=True, tag="trajectory"):
     group: int
     """Which of the step's groups it belongs to: advantages are relative within one."""
     advantage: float
+    """Mean over its sampled tokens, before a KL in the reward is taken off."""
     dropped: str = ""
     """Why it was left out of the loss; "" if it was trained on."""
     streams: list[StoredStream]
