@@ -11,7 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ def replay_step(run_dir: str | Path, step: int) -> Report:
     stored = read_step(run_dir, step)
     report = Report(step, notes=list(stored.notes))
     config = load_config([], _bindings(stored.header.config))
+    # How tokens were packed does not matter to their loss: rows of one length will do.
+    config = replace(config, batch=replace(config.batch, mixed_lengths=False))
     trajectories = [record.whole() for record in stored.records]
     rewards = RewardReplay(config, Path(run_dir) / FOLDER / "tokenizer")
     for record, trajectory in zip(stored.records, trajectories, strict=True):
@@ -105,6 +107,7 @@ def replay_step(run_dir: str | Path, step: int) -> Report:
         return report
     groups = [[trajectories[i] for i in group] for group in stored.groups]
     batch, _, credit = make_batch(config, groups)
+    assert isinstance(batch, TrainBatch), "mixed_lengths is off"
     for i, group in enumerate(stored.groups):
         for j, place in enumerate(group):
             record = stored.records[place]
@@ -192,7 +195,9 @@ def _replay_loss(
     told = stored.header.metrics
     kl_coef = told.get("policy/kl_coef", config.grpo.kl_coef)
     if config.grpo.kl_in == "reward" and batch.old_log_probs is not None and batch.has_ref:
-        batch, kl = with_kl_in_reward(config, groups, batch, kl_coef)
+        charged, kl = with_kl_in_reward(config, groups, batch, kl_coef)
+        assert isinstance(charged, TrainBatch), "as it was given"
+        batch = charged
         report.compare("loss", "policy/kl_reward", told.get("policy/kl_reward", math.nan), kl)
     names = [_name(r.trajectory) for r in kept for s in r.streams if s.loss_mask.unpack().any()]
     for name, stream, again in zip(names, items, unpack(batch.advantages, batch), strict=True):

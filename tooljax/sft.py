@@ -11,7 +11,7 @@ from pathlib import Path
 from rollout_sidecar.conversation import demonstration
 from rollout_sidecar.formats import choose_format, get_format
 from rollout_sidecar.tokenizer import ChatTokenizer
-from tooljax.batch import PackItem, pack
+from tooljax.batch import PackItem, packed
 from tooljax.config import Config, parse_args
 from tooljax.data.demonstrations import Demonstration, DemonstrationSource, read_demonstrations
 from tooljax.policy import Policy, layout_of, make_updater
@@ -43,10 +43,12 @@ def cold_start(config: Config) -> Path:
     with Progress(config.run.progress, config.sft.steps, title="cold start") as progress:
         for step in range(1, config.sft.steps + 1):
             with progress.phase("batch"):
-                batch = pack(
+                batch = packed(
                     [item(example) for example in source.next()],
                     row_lengths=config.batch.row_lengths,
-                    rows_multiple=config.batch.rows_per_microbatch,
+                    rows_per_microbatch=config.batch.rows_per_microbatch,
+                    mixed_lengths=config.batch.mixed_lengths,
+                    shards=policy.layout.ways("batch"),
                 )
             with progress.phase("update"):
                 state, metrics = updater.update(state, batch, loss="sft")

@@ -16,7 +16,7 @@ import jax
 from rollout_sidecar.client import SidecarError
 from rollout_sidecar.protocol import SamplingParams, Task
 from rollout_sidecar.tokenizer import ChatTokenizer
-from tooljax.batch import TrainBatch
+from tooljax.batch import Batch
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args
 from tooljax.data.records import read_tasks
@@ -70,7 +70,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
                 break
             step += 1
             with progress.phase("batch"):
-                batch, metrics, credit = make_batch(config, groups)
+                batch, metrics, credit = make_batch(config, groups, shards=run.shards)
                 metrics |= run.describe(groups, step)
             with progress.phase("update"):
                 state, batch, update_metrics = run.update(state, batch, groups, step, metrics)
@@ -120,6 +120,11 @@ class Run:
     def dir(self) -> Path:
         """The run's folder."""
         return Path(self.config.run.dir)
+
+    @property
+    def shards(self) -> int:
+        """Devices that the rows of a microbatch are spread over."""
+        return self.policy.layout.ways("batch")
 
     @classmethod
     def open(cls, config: Config, sidecars: Sidecars) -> "Run":
@@ -254,8 +259,8 @@ class Run:
             raise
 
     def update(
-        self, state: TrainState, batch: TrainBatch, groups: Groups, step: int, seen: Metrics
-    ) -> tuple[TrainState, TrainBatch, Metrics]:
+        self, state: TrainState, batch: Batch, groups: Groups, step: int, seen: Metrics
+    ) -> tuple[TrainState, Batch, Metrics]:
         """All updates on one batch, which comes back with the log-probs that they took. Metrics are the last one's,
         except that every skip counts. None is made where the guard rails object to what was `seen` of the rollouts."""
         grpo, metrics = self.config.grpo, {}
@@ -284,10 +289,11 @@ class Run:
         kl = told.get("policy/kl_reward", metrics.get("policy/kl_ref"))
         if kl is not None:
             self.kl.steer(kl, len(sampled(grpo, groups)))
+        told["perf/compilations"] = float(self.updater.compilations.since_last())
         return state, batch, metrics | told
 
     def store_step(
-        self, step: int, groups: Groups, batch: TrainBatch, credit: Credit, metrics: Metrics
+        self, step: int, groups: Groups, batch: Batch, credit: Credit, metrics: Metrics
     ) -> None:
         """Keeps what led to `step`, and what the loss was given for it."""
         self.store.write(

@@ -9,7 +9,16 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from rollout_sidecar.protocol import Trajectory
-from tooljax.batch import PackItem, TrainBatch, pack, trajectory_items, unpack
+from tooljax.batch import (
+    Batch,
+    PackedBatch,
+    PackItem,
+    packed,
+    trajectory_items,
+    unpack,
+    unpack_field,
+    with_advantages,
+)
 from tooljax.config import Config
 from tooljax.config.schema import GrpoConfig
 from tooljax.grpo.advantages import zero_variance
@@ -69,19 +78,21 @@ class Judged:
         ]
 
 
-def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics, Credit]:
+def make_batch(config: Config, groups: Groups, *, shards: int = 1) -> tuple[Batch, Metrics, Credit]:
     """The batch to train on: every trajectory weighted with its advantage in its group. Beside it metrics, and who got
-    what, and why not.
+    what, and why not. `shards` is the number of devices that the rows of a microbatch are spread over.
 
     Trajectories without a sampled token, or that ended by somebody's fault but the policy's, count for nothing. A
     group whose rewards are all equal teaches nothing; grpo.zero_variance says whether its tokens stay for the KL term.
     """
     judged = _judged(config, groups)
     advantages = _advantages(config.grpo, judged)
-    batch = pack(
+    batch = packed(
         _items(judged, advantages),
         row_lengths=config.batch.row_lengths,
-        rows_multiple=config.batch.rows_per_microbatch,
+        rows_per_microbatch=config.batch.rows_per_microbatch,
+        mixed_lengths=config.batch.mixed_lengths,
+        shards=shards,
     )
     metrics = {
         "reward/zero_variance_group_frac": float(judged.flat.mean()),
@@ -100,25 +111,29 @@ def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics, Cre
 
 
 def with_kl_in_reward(
-    config: Config, groups: Groups, batch: TrainBatch, kl_coef: float
-) -> tuple[TrainBatch, float]:
+    config: Config, groups: Groups, batch: Batch, kl_coef: float
+) -> tuple[Batch, float]:
     """The batch of make_batch with advantages of rewards less kl_coef times the KL of each token, and that KL's mean
     over trajectories. Old and reference log-probs must be filled in."""
     judged = _judged(config, groups)
-    old, ref = jnp.asarray(batch.old_log_probs), jnp.asarray(batch.ref_log_probs)
-    kl = unpack(kl_estimate(config.grpo.kl_loss_type, old, ref), batch)
-    streams = iter(zip(kl, unpack(batch.loss_mask, batch), strict=True))
+    kl = [
+        kl_estimate(
+            config.grpo.kl_loss_type,
+            jnp.asarray(part.old_log_probs),
+            jnp.asarray(part.ref_log_probs),
+        )
+        for part in batch.groups
+    ]
+    of_streams = unpack(kl if isinstance(batch, PackedBatch) else kl[0], batch)
+    streams = iter(zip(of_streams, unpack_field("loss_mask", batch), strict=True))
     found = []
     for i, j in judged.members:
         own = [next(streams) for _ in trajectory_items(groups[i][j], 0.0)]
         found.append(np.concatenate([values[mask] for values, mask in own]).astype(np.float64))
     advantages = _advantages(config.grpo, judged, [kl_coef * values for values in found])
-    laid = np.zeros(batch.tokens.shape, np.float32)
-    items = _items(judged, advantages)
-    for item, (row, start, length) in zip(items, batch.placements, strict=True):
-        laid[row, start : start + length] = item.advantage
     mean = float(np.mean([values.mean() for values in found])) if found else 0.0
-    return replace(batch, advantages=laid), mean
+    items = _items(judged, advantages)
+    return with_advantages(batch, [item.advantage for item in items]), mean
 
 
 def refilled(config: Config, sample: Callable[[int], Groups]) -> Groups:

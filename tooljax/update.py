@@ -247,7 +247,7 @@ class Updater:
         state = TrainState(state.params, state.opt_state, state.step + 1)
         return state, metrics | {"optim/skipped": 1.0, "optim/learning_rate": rate}
 
-    def _prepared(self, params: Params, batch: TrainBatch) -> Float[np.ndarray, "rows time"]:
+    def _prepared(self, params: Params, batch: Batch) -> Any:
         self.prepared = self.log_probs(params, batch)
         return self.prepared
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from training_batch_cases import config, trajectory
 from update_cases import gradient, model, new_items, new_updater
 
 from tooljax.batch import PackedBatch, PackItem, packed, unpack_field, with_advantages
+from tooljax.training_batch import make_batch, with_kl_in_reward
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def test_rows_of_several_lengths_give_the_update_of_rows_of_one():
         ready = each.with_log_probs(
             old=updater.log_probs(params, each), ref=updater.log_probs(params, each)
         )
-        ready = with_advantages(ready, [item.advantage * 2 for item in items()])
+        ready = with_advantages(ready, [0.5, -1.0, 2.0, 0.25, -0.75])
         state, metrics = updater.update(updater.init(params), ready)
         both.append((metrics, gradient(updater, params, ready)))
     assert both[0][0] == pytest.approx(both[1][0], rel=1e-5, abs=1e-6)
@@ -94,3 +96,28 @@ def test_compilations_are_counted_and_late_ones_told(caplog):
         "1 programs of the update were compiled again, for microbatches seen before: 1 x 16 (rows x tokens); dtypes or "
         "placements have changed",
     ]
+
+
+def test_a_step_of_trajectories_gets_the_same_advantages_in_rows_of_any_lengths():
+    groups = [
+        [trajectory(1.0, sampled=3), trajectory(0.0, sampled=1)],
+        [trajectory(0.5, sampled=9, task=1), trajectory(0.0, sampled=2, task=1)],
+    ]
+    settings = config(scale_by_std=False, kl_in="reward", kl_loss_type="k1")
+    mixed = replace(settings, batch=replace(settings.batch, mixed_lengths=True))
+    found = []
+    for each in (settings, mixed):
+        made, metrics, _ = make_batch(each, groups)
+        assert metrics["perf/loss_tokens"] == 15
+        old = [np.where(part.loss_mask, np.float32(-0.5), np.float32(0)) for part in made.groups]
+        ref = [np.where(part.loss_mask, part.tokens / -8, 0).astype("f4") for part in made.groups]
+        if isinstance(made, PackedBatch):
+            filled = made.with_log_probs(old=old, ref=ref)
+        else:
+            filled = made.with_log_probs(old=old[0], ref=ref[0])
+        charged, kl = with_kl_in_reward(each, groups, filled, 0.5)
+        found.append((kl, [part.tolist() for part in unpack_field("advantages", charged)]))
+    # 13, 7 + 6 and 5 tokens
+    assert [part.tokens.shape for part in made.groups] == [(2, 16), (1, 8)]
+    assert found[0][1][0][3] > 0
+    assert found[1] == found[0]
