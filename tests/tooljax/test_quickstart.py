@@ -16,6 +16,7 @@ def config(tmp_path) -> Config:
         "run.progress=off",
         "sft.steps=1",
         "sft.conversations_per_step=8",
+        "mesh.fsdp=1",
     ]
     return load_config(["configs/quickstart.gin"], settings)
 
