@@ -18,9 +18,17 @@ from pathlib import Path
 from typing import Any
 
 _SCHEMAS = "rollout_sidecar.tools.schemas"
+_SAMPLERS = "rollout_sidecar.verl_samplers"
 
 MODULES: dict[str, dict[str, str]] = {
-    "verl": {},
+    "verl": {"DataProto": f"{_SAMPLERS}:DataProto"},
+    "verl.protocol": {"DataProto": f"{_SAMPLERS}:DataProto"},
+    "verl.experimental": {},
+    "verl.experimental.dataset": {},
+    "verl.experimental.dataset.sampler": {
+        "AbstractSampler": f"{_SAMPLERS}:AbstractSampler",
+        "AbstractCurriculumSampler": f"{_SAMPLERS}:AbstractCurriculumSampler",
+    },
     "verl.tools": {},
     "verl.tools.base_tool": {
         "BaseTool": "rollout_sidecar.tools.base:BaseTool",

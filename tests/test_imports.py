@@ -40,6 +40,9 @@ TRAINER = ARRAYS | {
     *("matplotlib", "mlflow", "pyarrow", "rich", "tensorboard", "wandb", "zstandard"),
 }
 
+SAMPLERS = frozenset(f"rollout_sidecar.{name}" for name in ("verl_names", "verl_samplers"))
+"""What a user's sampler of verl's is loaded with."""
+
 
 class Rule(NamedTuple):
     """What the modules under `prefix` may import beside the standard library and each other."""
@@ -57,6 +60,7 @@ RULES = [  # the first whose prefix fits
     Rule(  # a profile says what an aggregation of losses is called in the release that a user comes from
         "tooljax.objective", SHARED | {"tooljax", "rollout_sidecar.profiles"}, TRAINER
     ),
+    Rule("tooljax.curriculum", SHARED | {"tooljax"} | SAMPLERS, TRAINER),
     Rule("tooljax", SHARED | {"tooljax", "pallas_kernels"}, TRAINER),
     Rule("rollout_sidecar.protocol", frozenset({"rollout_sidecar.protocol"}), WIRE),
     Rule("rollout_sidecar.client", SHARED | {"rollout_sidecar.weight_client"}, WIRE),

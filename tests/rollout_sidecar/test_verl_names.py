@@ -113,9 +113,9 @@ def test_what_is_not_there_is_said():
         from verl.tools.schemas import Other  # type: ignore # noqa: F401
     with pytest.raises(
         ModuleNotFoundError,
-        match="No module named 'verl.protocol': verl is not installed, and tool",
+        match="No module named 'verl.trainer': verl is not installed, and tool",
     ):
-        import verl.protocol  # type: ignore # noqa: F401
+        import verl.trainer  # type: ignore # noqa: F401
     import verl.tools  # type: ignore
 
     assert not hasattr(verl.tools, "DataProto")
@@ -192,8 +192,8 @@ async def test_verl_itself_comes_first_and_ours_stands_in_for_what_it_lost(tmp_p
     assert (await tool.execute("i", {"answer": "1"}))[0].text == "yes"
     module = sys.modules["my_tool_d"]
     assert module.BaseInteraction.__module__ == "rollout_sidecar.interactions.base"
-    with pytest.raises(ModuleNotFoundError, match="No module named 'verl.protocol'$"):
-        import verl.protocol  # type: ignore # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="No module named 'verl.trainer'$"):
+        import verl.trainer  # type: ignore # noqa: F401
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------

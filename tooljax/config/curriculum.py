@@ -39,9 +39,7 @@ class CurriculumConfig:
     weights: tuple[float, ...] = (1.0, 4.0, 1.0)
     """pools: weights of easy, medium and hard. From a pool with weight 0 tasks come only to be measured again."""
     decay: Annotated[float, Range(low=0, below=1)] = 0.5
-    """pools: the pass rate is a running mean, of which so much is what was known before, the rest the newest measure."""
-    pass_reward: float = 1.0
-    """pools: the outcome from which on a trajectory passes, where the reward function reports no acc."""
+    """pools: the pass rate is a running mean, so much of which is what was known before, the rest the newest one."""
     explore: Annotated[float, Range(above=0, high=1)] = 1.0
     """pools: share of a step that tasks get which were never drawn, as long as there are any."""
     revisit_passes: Annotated[float, Range(low=0)] = 4.0

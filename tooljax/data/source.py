@@ -43,7 +43,7 @@ class RowSource(Generic[T]):
         self._per_step = per_step
         self._shuffle = shuffle
         self._step = 0
-        self._batches = _batches(count, per_step=per_step, seed=seed, shuffle=shuffle)
+        self._batches = batches(count, per_step=per_step, seed=seed, shuffle=shuffle)
         self.fingerprint = self._fingerprint()
         """xxh3-128 over all rows and what decides their order. A position is only valid with the same one."""
 
@@ -114,7 +114,7 @@ class TaskSource(RowSource[Task]):
         super().__init__(tasks, per_step=prompts_per_step, seed=seed, shuffle=shuffle)
 
 
-def _batches(count: int, *, per_step: int, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
+def batches(count: int, *, per_step: int, seed: int, shuffle: bool) -> grain.MapDataset[list[int]]:
     """The endless sequence of batches, as row numbers."""
     numbers = grain.MapDataset.range(count)
     if shuffle:
