@@ -135,6 +135,17 @@ REGISTRY: dict[str, Metric] = {
     "rollout/refill_batches": Metric("Batches of prompts that a step sampled.", "batches"),
     "policy/lag/mean": Metric("Steps between sampling policy and trained policy.", "steps"),
     "policy/lag/max": Metric("The same, of the oldest token.", "steps"),
+    # curriculum: pools by pass rate, and stages, where there are any
+    "curriculum/pool/{name}/size": Metric(
+        "Tasks of the stage in this pool, or unknown: never measured.", "tasks"
+    ),
+    "curriculum/pool/{name}/share": Metric(
+        "Groups of the step that came from this pool.", "fraction"
+    ),
+    "curriculum/pass_rate/mean": Metric(
+        "Mean of the running pass rates of the stage's tasks that were measured.", "fraction"
+    ),
+    "curriculum/stage": Metric("Number of the stage, the first is 0."),
     # optimizer, speed, time
     "optim/grad_norm": Metric("Global norm of the gradient, before clipping."),
     "optim/learning_rate": Metric("Of this step's last update."),

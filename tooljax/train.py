@@ -19,8 +19,8 @@ from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.batch import Batch
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args
+from tooljax.curriculum.source import Source, open_source
 from tooljax.data.records import read_tasks
-from tooljax.data.source import TaskSource
 from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
 from tooljax.evaluation.best import better, check_best_metric
 from tooljax.grpo.controller import KlController
@@ -72,6 +72,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
             with progress.phase("batch"):
                 batch, metrics, credit = make_batch(config, groups, shards=run.shards)
                 metrics |= run.describe(groups, step)
+                metrics |= run.source.observe(step - 1, groups, credit.advantages)
             with progress.phase("update"):
                 state, batch, update_metrics = run.update(state, batch, groups, step, metrics)
                 state = run.guarded(state, step, update_metrics)
@@ -107,7 +108,7 @@ class Run:
     config: Config
     sidecars: Sidecars
     policy: Policy
-    source: TaskSource
+    source: Source
     held_out: list[Task]
     updater: Updater
     checkpointer: Checkpointer
@@ -152,12 +153,7 @@ class Run:
             config,
             sidecars,
             policy,
-            TaskSource(
-                tasks,
-                prompts_per_step=config.data.prompts_per_step,
-                seed=config.run.seed,
-                shuffle=config.data.shuffle,
-            ),
+            open_source(config, tasks),
             held_out_tasks(config),
             updater,
             Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep),
@@ -230,7 +226,7 @@ class Run:
         position, first = self.source.state(), (self.config.run.seed, step)
 
         def sample(batch: int) -> Groups:
-            tasks, seed = self.source.next(), (*first, batch) if batch else first
+            tasks, seed = self.source.next(step, batch), (*first, batch) if batch else first
             groups = play(tasks, self.config.grpo.group_size, seed, sampling(self.config.sampling))
             if self.config.grpo.adv_estimator != "remax":
                 return groups
