@@ -86,12 +86,12 @@ class World:
             for _ in range(3)
         )
 
-    def batch(self, *, old=True, ref=False):
+    def batch(self, *, old=True, ref=False, row_length=16):
         items = [
             PackItem([1, 2, *[3] * n], [False, False, *[True] * n], a, [0.0, 0.0, *rollout])
             for n, a, rollout in zip(LENGTHS, self.advantage, self.rollout, strict=True)
         ]
-        batch = pack(items, row_lengths=(16,), rows_multiple=1)
+        batch = pack(items, row_lengths=(row_length,), rows_multiple=1)
         return batch.with_log_probs(
             old=self.laid(self.old, batch) if old else None,
             ref=self.laid(self.ref, batch) if ref else None,
@@ -245,13 +245,18 @@ def test_clip_cov_takes_gradient_and_loss_of_tokens_between_its_bounds():
 
 def test_clip_cov_draws_as_many_as_it_may_the_same_ones_each_time():
     world = World(seed=5)
-    batch = world.batch()
     objective = make("clip_cov", cov_fraction=0.2, clip_cov_low=-9.0, clip_cov_high=9.0)
-    now = world.laid(world.now, batch)
-    drawn = [objective.prepare(batch, lambda _: now)[0].token_values["weight"] for _ in range(2)]
-    np.testing.assert_array_equal(drawn[0], drawn[1])
+    drawn = []
+    for row_length in (16, 16, 9, 64):
+        batch = world.batch(row_length=row_length)
+        now = world.laid(world.now, batch)
+        weights = objective.prepare(batch, lambda _, now=now: now)[0].token_values["weight"]
+        drawn.append(np.concatenate([cut[2:] for cut in unpack(weights, batch)]))
     # int(0.2 x 17) = 3 of the tokens
-    assert np.sum((drawn[0] == 0) & batch.loss_mask) == 3
+    assert np.sum(drawn[0] == 0) == 3
+    # However they are packed
+    for other in drawn[1:]:
+        np.testing.assert_array_equal(drawn[0], other)
 
 
 KL = {

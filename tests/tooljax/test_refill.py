@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from training_batch_cases import config, trajectory
+from training_batch_cases import config, make_batch, trajectory
 
 from tooljax.config import Config
 from tooljax.rollouts import Groups
-from tooljax.training_batch import SURPLUS, ZERO_VARIANCE, make_batch, refilled
+from tooljax.training_batch import SURPLUS, ZERO_VARIANCE, refilled
 
 FLAT, TEACHES = (1.0, 1.0), (1.0, 0.0)
 

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from training_batch_cases import config, trajectory
+from training_batch_cases import config, make_batch, trajectory
 
 from rollout_sidecar.protocol import (
     InteractionReply,
@@ -19,7 +19,6 @@ from tooljax.training_batch import (
     BASELINE,
     NO_BASELINE,
     UNTRAINABLE,
-    make_batch,
     with_greedy,
     with_kl_in_reward,
 )
@@ -264,6 +263,7 @@ def test_a_kl_in_the_reward_comes_off_before_advantages_are_made():
     assert of_tokens(changed) == [pytest.approx([0.45, 0.45]), pytest.approx([-0.45])]
     # Mean over trajectories of 0.2 and 0.2, not over tokens
     assert kl == pytest.approx(0.2)
+    (changed,) = changed.groups
     assert not changed.advantages[~changed.loss_mask].any()
 
 

@@ -1,8 +1,13 @@
 """Trajectories of a step, made by hand, and a config for their batches."""
 
 from rollout_sidecar.protocol import Status, Trajectory
+from tooljax import training_batch
+from tooljax.batch import TrainBatch
 from tooljax.config import Config
 from tooljax.config.schema import BatchConfig, GrpoConfig
+from tooljax.rollouts import Groups
+from tooljax.store.store import Credit
+from tooljax.update import Metrics
 
 BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1)
 
@@ -27,3 +32,10 @@ def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sampl
 
 def config(**grpo):
     return Config(grpo=GrpoConfig(group_size=2, **grpo), batch=BATCH)
+
+
+def make_batch(config: Config, groups: Groups) -> tuple[TrainBatch, Metrics, Credit]:
+    """In rows of one length."""
+    batch, metrics, credit = training_batch.make_batch(config, groups)
+    assert isinstance(batch, TrainBatch)
+    return batch, metrics, credit

@@ -155,9 +155,10 @@ class Preparation:
             ratio = np.exp(np.clip(tokens.current() - old, -20.0, 20.0))
             up = tokens.advantages > 0
             clipped = np.where(up, ratio > 1 + clip[1], ratio < 1 - clip[0])
-            chosen = clip_cov_tokens(
-                covariance,
-                clipped & (tokens.advantages != 0),
+            order, chosen = tokens.order(), np.zeros(covariance.shape, bool)
+            chosen[order] = clip_cov_tokens(
+                covariance[order],
+                (clipped & (tokens.advantages != 0))[order],
                 fraction=self.cov_fraction,
                 low=self.clip_cov_low,
                 high=self.clip_cov_high,
@@ -212,9 +213,14 @@ class Tokens:
             current=lambda: self.current()[kept],
         )
 
+    def order(self) -> Int[np.ndarray, " tokens"]:
+        """One that is the same however the batch was packed."""
+        return np.lexsort((self.rollout, self.sequence))
+
     def rng(self) -> np.random.Generator:
-        """Draws that derive from what was sampled: the same batch gives the same ones, in a resumed run too."""
-        return np.random.default_rng(zlib.crc32(self.rollout.tobytes()))
+        """Draws that derive from what was sampled: the same tokens give the same ones, in a resumed run too, and in
+        rows of other lengths."""
+        return np.random.default_rng(zlib.crc32(self.rollout[self.order()].tobytes()))
 
 
 def _listed(values: Any) -> list[Any]:
