@@ -1,6 +1,7 @@
 """Compiles the TPU kernels of token_log_probs ahead of time, for chips that need not be there, and prints their cost.
 
     python benchmarks/token_log_probs_tpu.py --chips v5e,v6e --passes forward
+    python benchmarks/token_log_probs_tpu.py --tokamax      (pip install tokamax: its kernel compiled the same way)
 
 Needs libtpu (pip install "jax[tpu]"), no TPU. Nothing is run: that a line is printed proves that the compiler accepts
 the kernel and that it fits VMEM. Bytes are those that the kernels' block specifications read and write, which is also
@@ -9,6 +10,8 @@ larger of operations / peak and bytes / bandwidth, by the vendor's figures. A me
 """
 
 import argparse
+import importlib.util
+import itertools
 import os
 import time
 from typing import NamedTuple
@@ -51,8 +54,9 @@ class Cost(NamedTuple):
     bytes: float
     minimum: float
     """Each input read and each output written once."""
+    needed_passes: int
     needed: float
-    """The same, with the head (and its gradient's sum) streamed once for each set of tokens that VMEM can hold."""
+    """The same, with the head (and its gradient's sum) streamed for as many passes as are needed."""
     compile_s: float
 
 
@@ -60,14 +64,28 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--chips", default=",".join(CHIPS))
     parser.add_argument("--passes", default="forward,gradients")
+    parser.add_argument(
+        "--tokamax", action="store_true", help="its kernels too, in a table of theirs"
+    )
     args = parser.parse_args()
-    print("| chip | pass | T | D | block, columns, resident | head read | GB | / minimum | / needed | TFLOP |"
+    if importlib.util.find_spec("libtpu") is None:
+        raise SystemExit("this needs libtpu, the compiler for TPUs: pip install 'jax[tpu]'")
+    print("| chip | pass | T | D | block, columns, resident | passes (needed) | GB | / minimum | / needed | TFLOP |"
           " roofline ms (compute, HBM) | compile s |")  # fmt: skip
     print("|" + "---|" * 12)
     for name in args.chips.split(","):
         for which in args.passes.split(","):
             for tokens, embed in SHAPES:
                 print(_line(name, which, tokens, embed), flush=True)
+    if args.tokamax:
+        from support import log_prob_tokamax
+
+        print(log_prob_tokamax.HEADINGS)
+        for name, (tokens, embed) in itertools.product(args.chips.split(","), SHAPES):
+            of = _specs(CHIPS[name])
+            arrays = of((tokens, embed), jnp.bfloat16), of((embed, VOCAB), jnp.bfloat16)
+            for line in log_prob_tokamax.lines(*arrays, CHIPS[name].peak, CHIPS[name].bandwidth):
+                print(f"| {name} | {tokens} | {embed} | {line}", flush=True)
 
 
 def _line(name: str, which: str, tokens: int, embed: int) -> str:
@@ -80,8 +98,8 @@ def _line(name: str, which: str, tokens: int, embed: int) -> str:
     compute, memory = cost.flops / chip.peak * 1e3, cost.bytes / chip.bandwidth * 1e3
     tiles = f"{cost.tiles.block}, {cost.tiles.columns}, {cost.tiles.resident}"
     return (
-        f"{start} {tiles} | {cost.passes} x | {cost.bytes / 1e9:.2f} | {cost.bytes / cost.minimum:.2f} |"
-        f" {cost.bytes / cost.needed:.2f} | {cost.flops / 1e12:.1f} |"
+        f"{start} {tiles} | {cost.passes} ({cost.needed_passes}) | {cost.bytes / 1e9:.2f} |"
+        f" {cost.bytes / cost.minimum:.2f} | {cost.bytes / cost.needed:.2f} | {cost.flops / 1e12:.1f} |"
         f" {max(compute, memory):.2f} ({compute:.2f}, {memory:.2f}) | {cost.compile_s:.0f} |"
     )
 
@@ -102,10 +120,10 @@ def forward(chip: Chip, tokens: int, embed: int) -> Cost:
     compile_s = _compile_s(run, *arrays, of((tokens,), jnp.int32), of((), jnp.int32))
     passes = -(-tokens // tiles.resident)
     x, head, values = 2 * tokens * embed, 2 * VOCAB * embed, 6 * 4 * tokens
-    needed = -(-x // tpu.VMEM_BYTES[chip.kind])
+    needed = needed_passes(chip, tokens, held=2 * embed, streamed=2 * 2 * embed, width=256)
     return Cost(
         tiles, passes, 2.0 * tokens * embed * VOCAB, x + values + passes * head, x + values + head,
-        x + values + needed * head, compile_s,
+        needed, x + values + needed * head, compile_s,
     )  # fmt: skip
 
 
@@ -137,11 +155,18 @@ def gradients(chip: Chip, tokens: int, embed: int) -> Cost:
     )  # fmt: skip
     # The first pass does not read the sum.
     moved = 3 * x + values + passes * (head + 2 * total) - total
-    needed = -(-3 * x // tpu.VMEM_BYTES[chip.kind])
+    width = tpu.PRODUCT_WIDTH.get(chip.kind, 256)
+    needed = needed_passes(chip, tokens, 6 * embed, 2 * (2 + 4 + 4) * embed, width)
     return Cost(
         tiles, passes, 6.0 * tokens * embed * VOCAB, moved, 3 * x + values + head + total,
-        3 * x + values + needed * (head + 2 * total) - total, compile_s,
+        needed, 3 * x + values + needed * (head + 2 * total) - total, compile_s,
     )  # fmt: skip
+
+
+def needed_passes(chip: Chip, tokens: int, held: int, streamed: int, width: int) -> int:
+    """Over the head, when VMEM is full of tokens that each hold `held` bytes, beside the narrowest tile that fills the
+    matrix unit: `width` columns that take `streamed` bytes each, twice so that copies overlap with products."""
+    return -(-tokens * held // (tpu.VMEM_BYTES[chip.kind] - width * streamed))
 
 
 def _specs(chip: Chip):

@@ -7,6 +7,7 @@ products with them by XLA (see chunks.fused), 6 T D V in all where the other two
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,8 +35,8 @@ VMEM_BYTES = {
 
 _BLOCK = 512
 """Tokens in a product."""
-_ENOUGH_TOKENS = 2048
-"""Resident for a gradient: 0.6 operations a byte and token, so 1229 where TPUs need 166 to 560."""
+PRODUCT_WIDTH = {"TPU v5 lite": 128, "TPU v5": 128, "TPU v5p": 128}
+"""What the matrix unit sums at a time, else 256. A narrower tile leaves it idle: on a v6e, half of it."""
 _CHUNK_ELEMENTS = 5 * 2**26
 """Of a chunk's powers: 640 MiB of bfloat16."""
 
@@ -64,7 +65,7 @@ def compiled_for(device: Device) -> Iterator[None]:
 
 
 def check(problem: Problem, hidden: Array, head: Array, bias: Array | None) -> None:
-    """NotImplementedError without a TPU of a known kind, and for what the kernels do not do."""
+    """NotImplementedError without a TPU of a known kind, and for what the kernels do not do or VMEM does not hold."""
     if _device is None and jax.default_backend() != "tpu":
         raise NotImplementedError(f"needs a TPU, and JAX runs on {jax.default_backend()}")
     kind = _here().kind
@@ -78,6 +79,10 @@ def check(problem: Problem, hidden: Array, head: Array, bias: Array | None) -> N
         raise NotImplementedError(
             f"embed={hidden.shape[1]} must be a multiple of {LANES} for it to turn a head [embed, vocab]"
         )
+    tokens, embed = max(hidden.shape[0], 1), hidden.shape[1]
+    forward_tiles(tokens, embed, hidden.dtype, problem.vocab_major, _here())
+    gradient_tiles(tokens, embed, hidden.dtype, problem.vocab_major, _here())
+    powers_tiles(tokens, embed, hidden.dtype, _here())
 
 
 def _here() -> Device:
@@ -88,35 +93,55 @@ def _here() -> Device:
 
 
 def forward_tiles(tokens: int, embed: int, dtype, vocab_major: bool, device: Device) -> Tiles:
-    """Of mosaic.statistics: as few passes over the head as VMEM allows, of equal length."""
+    """Of mosaic.statistics."""
     block, row = _block(tokens, device), _row_bytes(embed, dtype)
-    columns = 1024 if row <= 2**12 else 512
-    head = (2 if vocab_major else 3) * columns * row
     # Of a token: hidden state, four sums in 8 sublanes, six double-buffered values in a sublane each.
     each = row + 4 * SUBLANES * 4 + 6 * 2 * SUBLANES * 4
-    return _resident(tokens, block, columns, head + 3 * columns * block * 4, each, device)
+    buffers = 2 if vocab_major else 3
+    widths = (1024, 512, 256) if row <= 2**12 else (512, 256)
+    fixed = {}
+    for columns in widths:
+        # Half a tile more: the compiler keeps parts of it beside the product.
+        parts = columns * row // 2 + _split(block + columns, row, dtype)
+        fixed[block, columns] = columns * (buffers * row + 3 * block * 4) + parts
+    return _fewest_passes(tokens, fixed, each, device)
 
 
 def gradient_tiles(tokens: int, embed: int, dtype, vocab_major: bool, device: Device) -> Tiles:
-    """Of mosaic_gradients.gradients: the widest tile that leaves room for enough tokens, or for most."""
-    block, row = _block(tokens, device), _row_bytes(embed, dtype)
+    """Of mosaic_gradients.gradients."""
+    row = _row_bytes(embed, dtype)
     row_sum = _row_bytes(embed, jnp.dtype(jnp.float32))
     each = row + row_sum + (2 * SUBLANES) * 4
+    turned = 0 if vocab_major else row + row_sum
+    fixed = {}
+    blocks = sorted({_block(tokens, device), min(_block(tokens, device), 256)}, reverse=True)
+    for block, columns in itertools.product(blocks, (512, 256, 128)):
+        if columns >= PRODUCT_WIDTH.get(device.kind, 256):
+            products = 4 * columns * block * 4 + (columns + block) * mosaic_gradients.DEPTH * 4
+            products += _split(block + columns, row, dtype)
+            fixed[block, columns] = (2 * row + 4 * row_sum + turned) * columns + products
+    return _fewest_passes(tokens, fixed, each, device)
+
+
+def _split(rows: int, row: int, dtype) -> int:
+    """Bytes of float32 operands while a product has them in bfloat16 parts."""
+    return 2 * rows * row if dtype == jnp.float32 else 0
+
+
+def _fewest_passes(
+    tokens: int, fixed: dict[tuple[int, int], int], each: int, device: Device
+) -> Tiles:
+    """The tiles that stream the head by the fewest times, and of these the first: the largest, whose products are fast.
+
+    `fixed` are bytes beside the resident tokens, by block and columns; `each` are those of a token.
+    """
     found = []
-    for columns in (512, 256, 128):
-        head = (2 * row + 4 * row_sum) * columns
-        turned = 0 if vocab_major else (row + row_sum) * columns
-        products = 4 * columns * block * 4 + (columns + block) * mosaic_gradients.DEPTH * 4
-        try:
-            tiles = _resident(tokens, block, columns, head + turned + products, each, device)
-        except NotImplementedError:
-            continue
-        if tiles.resident >= min(_ENOUGH_TOKENS, tokens):
-            return tiles
-        found.append(tiles)
+    for (block, columns), size in fixed.items():
+        with contextlib.suppress(NotImplementedError):
+            found.append(_resident(tokens, block, columns, size, each, device))
     if not found:
-        raise NotImplementedError(f"embed={embed} does not fit VMEM of {device.kind}")
-    return max(found, key=lambda tiles: tiles.resident)
+        raise NotImplementedError(f"tokens of {each} bytes do not fit VMEM of {device.kind}")
+    return min(found, key=lambda tiles: pl.cdiv(tokens, tiles.resident))
 
 
 def powers_tiles(tokens: int, embed: int, dtype, device: Device) -> Tiles:

@@ -32,6 +32,23 @@ class TestInterpreted(TokenLogProbsCases):
         return tpu.compiled_for(tpu.Device("TPU v5 lite", interpret=True, tiles=TILES))
 
 
+def test_what_vmem_does_not_hold_is_refused():
+    # In float32, a tile of the head and of the two buffers of its gradient take 128 x 8192 x 4 x 6 bytes: 24 of 56 MiB.
+    given = {
+        "hidden": jax.ShapeDtypeStruct((4096, 8192), jnp.float32),
+        "head": jax.ShapeDtypeStruct((151936, 8192), jnp.float32),
+        "targets": jax.ShapeDtypeStruct((4096,), jnp.int32),
+        "valid": jax.ShapeDtypeStruct((4096,), bool),
+    }
+
+    def call(**given):
+        return token_log_probs(**given, implementation="tpu")
+
+    with tpu.compiled_for(tpu.Device("TPU v5p")):
+        with pytest.raises(NotImplementedError, match="bytes do not fit VMEM of TPU v5p"):
+            jax.eval_shape(call, **given)
+
+
 class InDetail(TestInterpreted):
     """In JAX's model of a TPU: memory that nobody wrote is NaN, reads and writes must be inside their arrays, copies
     happen when they are waited for, and two cores race."""
