@@ -263,6 +263,14 @@ def rollout_metrics(
     return metrics
 
 
+def with_speed(step: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step and, where trajectories were sampled in it, perf/tokens_per_s of its whole wall time."""
+    if "rollout/completion_tokens/mean" not in step:
+        return step
+    tokens = step["rollout/completion_tokens/mean"] * step["rollout/trajectories"]
+    return {**step, "perf/tokens_per_s": tokens / max(step["time/step_s"], 1e-9)}
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Chance that k of n samples, drawn without replacement, hold a correct one: 1 - C(n-c, k) / C(n, k).
 

@@ -27,7 +27,7 @@ from tooljax.grpo.controller import KlController
 from tooljax.guards import Guard, GuardStop
 from tooljax.launch import check_files
 from tooljax.log_prob_gate import LogProbGate, LogProbMismatch
-from tooljax.metrics import rollout_metrics
+from tooljax.metrics import rollout_metrics, with_speed
 from tooljax.plots import learning_curve
 from tooljax.policy import Policy, abstract_state, layout_of, make_updater
 from tooljax.progress import Progress
@@ -88,7 +88,8 @@ def train(config: Config, sidecars: Sidecars) -> int:
                 with progress.phase("evaluate"):
                     metrics |= run.evaluate(step)
             metrics |= run.guard.metrics()
-            trackers.log(step, metrics | progress.timings(), [t for group in groups for t in group])
+            told = with_speed(metrics | progress.timings())
+            trackers.log(step, told, [t for group in groups for t in group])
             progress.step(step, metrics)
             # After logging: a step that was saved is a step that was logged. What a run is ended for is not saved.
             run.guard.require()

@@ -19,6 +19,7 @@ from tooljax.metrics import (
     pass_at_k,
     pass_metrics,
     rollout_metrics,
+    with_speed,
 )
 
 
@@ -373,3 +374,10 @@ def test_tokens_of_every_stream_count_once():
     assert metrics["rollout/forks_per_trajectory"] == 1
     assert metrics["policy/lag/max"] == 3
     assert metrics["policy/lag/mean"] == pytest.approx((3 * 3 + 2 * 0) / 5)
+
+
+def test_speed_is_of_the_whole_step():
+    step = {"time/step_s": 4.0, "rollout/completion_tokens/mean": 10.0, "rollout/trajectories": 6.0}
+    # 10 tokens x 6 trajectories in 4 s
+    assert with_speed(step) == {**step, "perf/tokens_per_s": 15.0}
+    assert with_speed({"time/step_s": 4.0}) == {"time/step_s": 4.0}
