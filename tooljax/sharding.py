@@ -273,12 +273,16 @@ class Layout:
     def lookup(
         self, embedding: Float[Array, "vocab embed"], tokens: Int[Array, "batch time"]
     ) -> Float[Array, "batch time embed"]:
-        """Rows of the embedding; each device looks up those that its part of the vocabulary has."""
+        """Rows of the embedding; each device looks up those that its part of the vocabulary has.
+
+        Spread by hand, so that the gradient of the embedding is summed over rows and then split: the compiler would
+        gather all rows' gradients on every device instead.
+        """
         vocab = self.splits("vocab")
-        if not vocab:
-            return jnp.take(self.gather(embedding, "vocab", "embed"), tokens, axis=0)
 
         def part(mine: Array, tokens: Array) -> Array:
+            if not vocab:
+                return jnp.take(mine, tokens, axis=0)
             inside = tokens - jax.lax.axis_index(vocab) * mine.shape[0]
             known = (inside >= 0) & (inside < mine.shape[0])
             found = jnp.take(mine, jnp.where(known, inside, 0), axis=0)
@@ -286,7 +290,7 @@ class Layout:
             return jax.lax.psum(found, vocab)
 
         rows = self.spec("batch", "time")
-        return self.spread(part, (PartitionSpec(vocab), rows), rows)(
+        return self.spread(part, (self.spec("vocab"), rows), rows)(
             self.gather(embedding, "vocab", "embed"), tokens
         )
 

@@ -1,45 +1,19 @@
 """A policy on a mesh, as the entry points use it: loaded, saved on one mesh and restored on another, and pushed."""
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from random_decoder import random_decoder
+from policy_mesh_cases import opened, settings, small_batch
 from scripted_sidecar import KeepingEngine, serving, write_tokenizer
-from update_cases import changed, new_items
+from update_cases import changed
 
 from rollout_sidecar.client import SidecarClient
 from rollout_sidecar.tokenizer import ChatTokenizer
-from tooljax.batch import pack
 from tooljax.checkpoint import Checkpointer
-from tooljax.config import Config
-from tooljax.config.schema import BatchConfig, MeshConfig, ModelConfig, OptimizerConfig
-from tooljax.model import hf
-from tooljax.model.decoder import DecoderConfig
-from tooljax.policy import Policy, abstract_state, layout_of, make_updater
+from tooljax.policy import abstract_state
 from tooljax.weights.push import WeightSender
-
-SHAPE = DecoderConfig(
-    family="qwen2",
-    vocab=64,
-    embed=16,
-    layers=2,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=4,
-    ffw=32,
-    rope_theta=10_000.0,
-    norm_eps=1e-6,
-    tied_head=True,
-    max_positions=64,
-    qkv_bias=True,
-    dtype="float32",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -49,33 +23,15 @@ def _quick_compilations():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def config(tmp_path: Path, *, dtype: Any = "float32", **mesh) -> Config:
-    folder = tmp_path / "model"
-    if not folder.exists():
-        hf.save(random_decoder(SHAPE), folder)
-    whole = Config(
-        model=ModelConfig(path=str(folder), dtype=dtype, remat=False),
-        mesh=MeshConfig(**{"fsdp": 1} | mesh),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-        batch=BatchConfig(row_lengths=(16,), rows_per_microbatch=4),
-    )
-    return replace(whole, grpo=replace(whole.grpo, kl_coef=0.0))
-
-
-def opened(settings: Config):
-    policy = Policy.load(settings.model.path, settings.model.dtype, layout_of(settings))
-    return policy, make_updater(settings, policy, total_updates=10, learning_rate=1e-2)
-
-
 def test_a_checkpoint_of_four_devices_goes_on_with_two(tmp_path):
-    batch = pack(new_items(), row_lengths=(16,), rows_multiple=4)
-    policy, updater = opened(config(tmp_path, fsdp=2, tensor=2))
+    batch = small_batch()
+    policy, updater = opened(settings(tmp_path / "model", fsdp=2, tensor=2))
     state, _ = updater.update(updater.init(policy.params), batch)
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, state, {})
         expected, metrics = updater.update(state, batch)
 
-        policy, updater = opened(config(tmp_path, data=2))
+        policy, updater = opened(settings(tmp_path / "model", data=2))
         target = abstract_state(updater, policy.params)
         found = checkpoints.restore(target)
     assert found is not None
@@ -91,8 +47,8 @@ def test_a_checkpoint_of_four_devices_goes_on_with_two(tmp_path):
 
 async def test_pushes_of_a_policy_in_parts_arrive_to_the_bit(tmp_path):
     tokenizer = ChatTokenizer.from_folder(write_tokenizer(tmp_path / "tokenizer"))
-    spread, _ = opened(config(tmp_path, dtype="bfloat16", data=2, fsdp=2, tensor=2))
-    whole, _ = opened(config(tmp_path, dtype="bfloat16"))
+    spread, _ = opened(settings(tmp_path / "model", dtype="bfloat16", data=2, fsdp=2, tensor=2))
+    whole, _ = opened(settings(tmp_path / "model", dtype="bfloat16"))
     assert spread.params["layers"]["wq"][...].addressable_shards[0].data.shape == (2, 8, 2, 4)
     engine = KeepingEngine(tokenizer)
     async with serving(engine, tokenizer) as url, SidecarClient(url) as client:
@@ -117,7 +73,7 @@ def _moved(params: nnx.State, version: int) -> nnx.State:
 
 
 def test_one_device_needs_no_mesh(tmp_path):
-    policy, updater = opened(config(tmp_path))
+    policy, updater = opened(settings(tmp_path / "model"))
     assert policy.layout.mesh is None
     assert updater.placement(jax.eval_shape(updater.init, policy.params)) is None
 
@@ -126,4 +82,4 @@ def test_a_model_that_does_not_divide_is_refused_with_the_weight(tmp_path):
     with pytest.raises(
         ValueError, match=r"layers.bk: kv_heads=2 does not divide over mesh axes tensor=4"
     ):
-        opened(config(tmp_path, tensor=4))
+        opened(settings(tmp_path / "model", tensor=4))

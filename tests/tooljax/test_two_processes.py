@@ -1,0 +1,62 @@
+"""Two processes of two devices each train as one process with four."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from policy_mesh_cases import opened, settings, small_batch
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.timeout(240)  # three processes start and compile at once
+
+
+@pytest.fixture(autouse=True)
+def _quick_compilations():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_two_processes_give_the_metrics_of_one(tmp_path):
+    folder = tmp_path / "model"
+    made = settings(folder, data=2, fsdp=2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join(
+        [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "process_of_two.py"), str(rank), str(port), str(folder)],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        policy, updater = opened(made)
+        state, metrics = updater.update(updater.init(policy.params), small_batch())
+        log_probs = updater.log_probs(state.params, small_batch())
+        told = [process.communicate(timeout=150) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for process, (out, errors) in zip(processes, told, strict=True):
+        assert process.returncode == 0, errors[-2000:]
+        found = json.loads(out.splitlines()[-1])
+        assert found["devices"] == 4
+        assert found["metrics"] == pytest.approx(metrics, rel=1e-5)
+        np.testing.assert_allclose(found["log_probs"], log_probs, rtol=1e-5, atol=1e-6)
+        # fsdp=2 within each process: it holds every weight once, in two parts. Only biases of heads are whole on both.
+        assert found["whole"] <= found["held"] < 1.2 * found["whole"]
