@@ -1,7 +1,7 @@
 """What a curriculum is asked, and what it is told."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class Seen(NamedTuple):
     """By group, then by sample."""
 
 
+@runtime_checkable
 class Curriculum(Protocol):
     """Chooses the tasks of each step. Draws follow from the run's seed, the step, and what was observed before."""
 
