@@ -83,7 +83,11 @@ def make_run(folder, **grpo: Any) -> SimpleNamespace:
         run=RunConfig(dir=str(folder / "run")),
         grpo=GrpoConfig(group_size=SAMPLES, **grpo),
         data=DataConfig(prompts_per_step=GROUPS),
-        batch=BatchConfig(row_lengths=(32,), rows_per_microbatch=1),
+        batch=BatchConfig(
+            row_lengths=(32,),
+            rows_per_microbatch=1,
+            mixed_lengths="rollout_correction" in grpo,
+        ),
         limits=LimitsConfig(max_prompt_tokens=8, max_trajectory_tokens=32),
         reward=RewardConfig(function=f"{folder / 'reward.py'}:length"),
         sidecar=SidecarConfig(max_model_tokens=64),
