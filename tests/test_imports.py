@@ -16,6 +16,7 @@ SHARED = frozenset(
         *("protocol", "client", "connection", "tokenizer", "conversation", "formats", "statistics"),
         "weight_codec",
         "threads",
+        "host_memory",
     )
 )
 """The modules of the sidecar that the trainer uses too."""
