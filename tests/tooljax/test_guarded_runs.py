@@ -283,7 +283,7 @@ def test_each_batch_of_a_refill_has_seeds_of_its_own_and_interrupted_all_its_tas
 ):
     config = replace(config, grpo=replace(config.grpo, zero_variance="refill"))
     run = Run.open(config, sidecars)
-    run.source.next()
+    run.source.next(4, 0)
     before = run.source.state()
     asked = []
 
