@@ -70,6 +70,13 @@ def _count(value: Any) -> int:
     return max(0, int(value))
 
 
+def _text(value: Any) -> str:
+    """Text that verl leaves out by writing null."""
+    if value is None:
+        raise Left("null is none, as here")
+    return str(value)
+
+
 _DERIVED = {"limits.max_turns"}
 """Settings that a combination of options overrules."""
 
@@ -93,7 +100,8 @@ OPTIONS: dict[str, Option] = {
         Option("data.filter_overlong_prompts", note="longer prompts are rejected and counted"),
         Option("data.return_raw_chat", note="messages are always kept"),
         Option("data.custom_cls.path", read=_only()),
-        Option("data.sampler.class_path", read=_only()),
+        Option("data.sampler.class_path", "curriculum.class_path", _text),
+        Option("data.sampler.class_name", "curriculum.class_name", _text),
         Option("actor_rollout_ref.model.path", "model.path", str),
         Option("actor_rollout_ref.model.enable_gradient_checkpointing", "model.remat", bool),
         Option(f"{ROLLOUT}.n", "grpo.group_size", int),
