@@ -60,9 +60,9 @@ def warn_if_kept(before: tuple[int, int], after: tuple[int, int]) -> None:
     if freed < LEAST_FREED * total:
         _log.warning(
             "SGLang said that it released its memory, and %d MiB of the device's %d MiB became free: "
-            "torch_memory_saver has no effect in its processes. Unset PYTORCH_CUDA_ALLOC_CONF if it has expandable_segments, look for "
-            "LD_PRELOAD in what SGLang's processes print, or give the trainer room with --memory_fraction and set "
-            "sidecar.share_gpu = False",
+            "torch_memory_saver has no effect in its processes. Unset PYTORCH_CUDA_ALLOC_CONF if it has "
+            "expandable_segments, look for LD_PRELOAD in what SGLang's processes print, or give the trainer room with "
+            "--memory_fraction and set sidecar.share_gpu = False",
             freed // 2**20,
             total // 2**20,
         )
