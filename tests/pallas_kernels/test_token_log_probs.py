@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from token_log_probs_cases import TokenLogProbsMoreCases, inputs, loss_of, over_shapes
+from token_log_probs_cases import TokenLogProbsMoreCases, over_shapes
+from token_log_probs_exact import inputs, loss_of
 
 from pallas_kernels.token_log_probs import api, chunked, token_log_probs, token_loss
 from pallas_kernels.token_log_probs.shapes import SHAPES, SMALL_SHAPES

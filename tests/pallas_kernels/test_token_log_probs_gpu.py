@@ -7,16 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from token_log_probs_cases import (
-    GRADIENT_ERROR,
-    Exact,
-    TokenLogProbsCases,
-    TokenLogProbsMoreCases,
-    inputs,
-    loss_of,
-    over_shapes,
-    relative_error,
-)
+from token_log_probs_cases import TokenLogProbsCases, TokenLogProbsMoreCases, over_shapes
+from token_log_probs_exact import GRADIENT_ERROR, Exact, inputs, loss_of, relative_error
 
 from pallas_kernels.token_log_probs import gpu, hopper, token_log_probs, token_loss, tuned
 from pallas_kernels.token_log_probs.shapes import HOPPER_SHAPES, Shape

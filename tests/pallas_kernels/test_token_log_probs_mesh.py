@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from token_log_probs_cases import (
+from token_log_probs_cases import mesh_of
+from token_log_probs_exact import (
     GRADIENT_ERROR,
     Exact,
     exact_loss,
     inputs,
     loss_of,
     losses_given,
-    mesh_of,
     relative_error,
 )
 

@@ -11,7 +11,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from token_log_probs_cases import TokenLogProbsCases, inputs, over_shapes
+from token_log_probs_cases import TokenLogProbsCases, over_shapes
+from token_log_probs_exact import inputs
 
 from pallas_kernels.token_log_probs import token_log_probs, tpu
 from pallas_kernels.token_log_probs.mosaic import Tiles
