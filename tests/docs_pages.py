@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollout_sidecar import arguments
-from rollout_sidecar.metrics import COUNTERS, HISTOGRAMS, PREFIX
+from rollout_sidecar.metrics import PREFIX
+from rollout_sidecar.statistics import prometheus_name
 from tooljax.config import load_config
 from tooljax.config.gin import SECTIONS
 from tooljax.data.prepare import arithmetic
@@ -17,7 +18,6 @@ from tooljax.view.__main__ import parser as view_parser
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
-GAUGES = ("lost_threads", "weight_pause_seconds", "weight_swap_seconds", "open_instances")
 AREAS = {name.split("/")[0] for name in REGISTRY}
 OPTIONS_OF_OTHERS = ("--dry_run", "--config", "--set", "--step")
 
@@ -88,7 +88,7 @@ def wrong_names(page: str) -> Iterator[str]:
         elif code.startswith(PREFIX):
             if not is_of_the_sidecar(code.removeprefix(PREFIX)):
                 yield code
-        elif re.match(r"\w+/.", code) and code.split("/")[0] in AREAS and not is_metric(code):
+        elif re.match(r"\w+/.*[^/]$", code) and code.split("/")[0] in AREAS and not is_metric(code):
             yield code
         elif re.fullmatch(r"--[a-z0-9_]+", code) and code not in OPTIONS_OF_OTHERS:
             if code not in arguments.parser().format_help():
@@ -131,5 +131,7 @@ def is_metric(name: str) -> bool:
 
 
 def is_of_the_sidecar(name: str) -> bool:
-    own = {*COUNTERS, *HISTOGRAMS, *GAUGES}
-    return name.split("{")[0] in own
+    """A statistic of trajectories, or a row of docs/metrics.md, which a real sidecar's text is compared with."""
+    statistics = {prometheus_name(each) for each in REGISTRY}
+    bare = name.split("{")[0]
+    return bare in statistics or f"| `{PREFIX}{bare}` |" in read("metrics.md")

@@ -1,6 +1,7 @@
 """The tutorials in docs/ run: their files are written, their Python is executed, their commands parsed."""
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -97,14 +99,13 @@ def test_the_first_run_reads_its_metrics(tmp_path):
 def sandbox_url(monkeypatch) -> Iterator[str]:
     """A server with Sandbox Fusion's contract, in a thread."""
     monkeypatch.syspath_prepend(str(DOCS.parent / "tests" / "rollout_sidecar"))
-    from servers_sandbox_fusion import SandboxFusionServer
-
+    servers = importlib.import_module("servers_sandbox_fusion")
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
-    async def start() -> SandboxFusionServer:
-        return await SandboxFusionServer().__aenter__()
+    async def start() -> Any:
+        return await servers.SandboxFusionServer().__aenter__()
 
     server = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
     try:
