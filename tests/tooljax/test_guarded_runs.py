@@ -18,6 +18,7 @@ from tooljax import train as training
 from tooljax.checkpoint import Checkpointer
 from tooljax.config.schema import (
     CheckpointConfig,
+    CurriculumConfig,
     DataConfig,
     EvaluateConfig,
     GateConfig,
@@ -324,3 +325,33 @@ def test_remax_asks_for_a_greedy_trajectory_of_each_prompt(config, sidecars, mon
     assert greedy == [1, (0, 5), 0.0]
     assert [[t.sample_index for t in group] for group in groups] == [[0, 0, 2]] * 2
     assert run.describe(groups, 1)["rollout/trajectories"] == 4
+
+
+def test_a_curriculum_goes_on_where_it_was_saved(config, served, tmp_path):
+    """Four steps are the first pass over 8 tasks; then they come by pools."""
+
+    def run(dir: str, steps: int) -> tuple[list[list[str]], list[dict[str, float]]]:
+        own = replace(
+            config,
+            curriculum=CurriculumConfig(kind="pools"),
+            run=replace(config.run, dir=str(tmp_path / dir), steps=steps),
+        )
+        with opened(served) as sidecars:
+            assert train(own, sidecars) == steps
+        lines = (tmp_path / dir / "metrics.jsonl").read_text().splitlines()
+        curriculum = [
+            {name: value for name, value in json.loads(line).items() if "curriculum/" in name}
+            for line in lines
+        ]
+        tasks = [list(read_step(own.run.dir, step + 1).header.tasks) for step in range(steps)]
+        return tasks, curriculum
+
+    tasks, metrics = run("whole", 6)
+    run("parted", 3)
+    assert run("parted", 6) == (tasks, metrics)
+    assert len({task for step in tasks[:4] for task in step}) == 8
+    unknown = [step["curriculum/pool/unknown/size"] for step in metrics]
+    assert unknown == [6, 4, 2, 0, 0, 0]
+    # The reward function reports acc=0
+    assert [step["curriculum/pool/hard/share"] for step in metrics] == [0, 0, 0, 0, 1, 1]
+    assert metrics[-1]["curriculum/pass_rate/mean"] == 0
