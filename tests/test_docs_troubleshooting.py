@@ -1,12 +1,15 @@
 """docs/troubleshooting.md names what there is: metrics, settings, flags, commands, links, keys of tools."""
 
 import re
+from typing import get_args
 
 import pytest
 from docs_pages import check_command, commands, read, wrong_names
 
+from rollout_sidecar.protocol import Status
 from rollout_sidecar.sidecar import Sidecar
 from rollout_sidecar.tools.gate import GateOptions
+from tooljax.training_batch import UNTRAINABLE
 
 PAGE = read("troubleshooting.md")
 SYMPTOMS = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
@@ -53,3 +56,15 @@ def test_reasons_of_a_sidecar_that_is_not_ready_are_its_own():
     ):
         assert f"| {reason} |" in section
         assert reason in said
+
+
+def test_every_ending_is_told():
+    (section,) = re.findall(
+        r"^## Trajectories are left out of training\n(.*?)^## ", PAGE, re.M | re.DOTALL
+    )
+    first_cells = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    told = re.findall(r"`(\w+)`", " ".join(first_cells))
+    assert sorted(told) == sorted(get_args(Status))
+    trained = set(re.findall(r"`(\w+)`", first_cells[-1]))
+    # A prompt that is too long has no token to train on.
+    assert trained == set(get_args(Status)) - {*UNTRAINABLE, "prompt_too_long"}
