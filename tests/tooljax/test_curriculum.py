@@ -1,6 +1,7 @@
 """Which tasks a step takes: all in turn, by difficulty, by stages; and what a resumed run needs for that."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def pools(count: int = 6, per_step: int = 2, **own: Any) -> Pools:
     return Pools(plan, tasks=count, per_step=per_step, seed=0, settings=settings)
 
 
-def known(made: Pools, rates: list[float | None], last: list[int] | None = None) -> Pools:
+def known(made: Pools, rates: Sequence[float | None], last: list[int] | None = None) -> Pools:
     """Every task was drawn, the first one longest ago, and has this pass rate."""
     places = list(range(len(rates)))
     made.restore(

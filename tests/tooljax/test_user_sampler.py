@@ -102,11 +102,9 @@ SEEDED = """
 def sampler(tmp_path):
     """Writes the file, and gives the config that names it."""
 
-    def write(text: str, *, name: str = "sampler.py", **options: int) -> Config:
+    def write(text: str, *, name: str = "sampler.py", per_step: int = 5) -> Config:
         (tmp_path / name).write_text(dedent(text))
-        return make_config(
-            class_path=str(tmp_path / name), class_name="Sampler", **{"per_step": 5, **options}
-        )
+        return make_config(class_path=str(tmp_path / name), class_name="Sampler", per_step=per_step)
 
     return write
 
