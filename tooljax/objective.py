@@ -46,7 +46,7 @@ class Objective(Protocol):
         """
         ...
 
-    def metrics(self, batch: Batch) -> list[str]:
+    def metrics(self, batch: TrainBatch | PackedBatch) -> list[str]:
         """Names of the metrics that calling it gives for such a batch."""
         ...
 
@@ -87,7 +87,7 @@ class GrpoObjective:
             )
         return self.preparation(batch, log_probs, coefficient)
 
-    def metrics(self, batch: Batch) -> list[str]:
+    def metrics(self, batch: TrainBatch | PackedBatch) -> list[str]:
         """As Objective.metrics."""
         names = ["policy/loss", "policy/entropy", "policy/clip_frac", "policy/kl_mismatch"]
         names += [*LARGEST]
@@ -169,7 +169,7 @@ class SftObjective:
         """Nothing is needed."""
         return batch, {}
 
-    def metrics(self, batch: Batch) -> list[str]:
+    def metrics(self, batch: TrainBatch | PackedBatch) -> list[str]:
         """As Objective.metrics."""
         return ["policy/loss", "policy/entropy"]
 

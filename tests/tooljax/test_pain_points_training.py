@@ -7,7 +7,7 @@ from served_sidecars import make_tasks, make_tokenizer, serve
 from rollout_sidecar.formats import get_format
 from rollout_sidecar.protocol import Limits, SamplingParams
 from rollout_sidecar.tools.calculator import CalculatorTool
-from tooljax.batch import unpack
+from tooljax.batch import TrainBatch, unpack
 from tooljax.config import Config
 from tooljax.config.schema import BatchConfig, GrpoConfig
 from tooljax.rollouts import Sidecars
@@ -66,6 +66,7 @@ def test_a_reward_reaches_the_sampled_tokens_of_a_trajectory_that_ends_in_an_obs
         batch=BatchConfig(row_lengths=(512,), rows_per_microbatch=1),
     )
     batch, metrics, _ = make_batch(config, groups)
+    assert isinstance(batch, TrainBatch)
     for trajectory, advantage, found in zip(
         groups[0], (-0.5, 0.5), unpack(batch.advantages, batch), strict=True
     ):
