@@ -253,7 +253,7 @@ async def test_a_sidecar_that_forgets_a_push_gets_it_from_the_start(tiny_tokeniz
 async def test_corrupted_weights_are_an_error_that_names_the_tensor(tiny_tokenizer):
     agent, push = make_agent(tiny_tokenizer, []), Push()
     async with serving(agent) as (url, _), SidecarClient(url) as client:
-        with pytest.raises(SidecarError, match="the bytes of b hash to") as caught:
+        with pytest.raises(SidecarError, match="the bytes of a hash to") as caught:
             await client.push_weights(1, push.manifest, lambda offset, nbytes: bytes(nbytes))
         assert (caught.value.kind, caught.value.status) == ("hash_mismatch", 422)
         assert (await client.push_weights(1, push.manifest, push.read)).version == 1
