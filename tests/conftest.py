@@ -7,6 +7,7 @@ import ipaddress
 import os
 import random
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -66,6 +67,14 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+@pytest.fixture
+def quick_compilations() -> Iterator[None]:
+    """Programs for several devices take long to optimise, and what they say is the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

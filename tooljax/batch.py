@@ -27,6 +27,7 @@ __all__ = [
     "PackedBatch",
     "Placement",
     "TrainBatch",
+    "laid_out",
     "pack",
     "pack_mixed",
     "packed",
@@ -317,10 +318,15 @@ def with_advantages(batch: Batch, advantages: Sequence[Any]) -> Batch:
         own = [[advantages[item] for item in items] for items in batch.order]
         groups = [with_advantages(g, a) for g, a in zip(batch.groups, own, strict=True)]
         return replace(batch, groups=tuple(groups))
-    laid = np.zeros(batch.tokens.shape, np.float32)
-    for values, (row, start, length) in zip(advantages, batch.placements, strict=True):
-        laid[row, start : start + length] = values
-    return replace(batch, advantages=laid)
+    return replace(batch, advantages=laid_out(advantages, batch))
+
+
+def laid_out(values: Sequence[Any], batch: TrainBatch) -> np.ndarray:
+    """float32 [rows time] that `unpack` gives back: of each packed item, the values of its tokens or one for all."""
+    out = np.zeros(batch.tokens.shape, np.float32)
+    for value, (row, start, length) in zip(values, batch.placements, strict=True):
+        out[row, start : start + length] = value
+    return out
 
 
 def _checked_length(item: PackItem, index: int) -> int:

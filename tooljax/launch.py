@@ -127,7 +127,7 @@ class _Process:
                 raise self.error("while starting")
             if self._port_file.exists():
                 port = int(self._port_file.read_text())
-                if _is_ready(port):
+                if is_ready(port):
                     return f"http://{HOST}:{port}"
             time.sleep(POLL_S)
         raise SidecarError(
@@ -206,8 +206,9 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _is_ready(port: int) -> bool:
-    """Asks /readyz. Not through urllib, which would ask a proxy that the environment names."""
+def is_ready(port: int) -> bool:
+    """Whether rollouts can start at a sidecar of this machine: asks /readyz. Not through urllib, which would ask a
+    proxy that the environment names."""
     connection = http.client.HTTPConnection(HOST, port, timeout=5)
     try:
         connection.request("GET", "/readyz")

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout_sidecar.protocol import Trajectory
-from tooljax.batch import TrainBatch, unpack
+from tooljax.batch import TrainBatch, laid_out, unpack
 from tooljax.config import Config, ConfigError, load_config
 from tooljax.objective import make_objective
 from tooljax.replay_rewards import NotRepeatable, RewardReplay
@@ -185,10 +185,15 @@ def _replay_loss(
     if not batch.loss_tokens:
         report.skip("loss", "no token was trained on")
         return
-    kept = [r for r in stored.records if not r.dropped]
-    items = [s for r in kept for s in r.streams if s.loss_mask.unpack().any()]
+    packed = [
+        (_name(record.trajectory), stream)
+        for record in stored.records
+        if not record.dropped
+        for stream in record.streams
+        if stream.loss_mask.unpack().any()
+    ]
     arrays = {
-        name: _laid_out([stream.array(name) for stream in items], batch)
+        name: _in_rows([stream.array(name) for _, stream in packed], batch)
         for name in ("log_probs", "entropy", "old_log_probs", "ref_log_probs", PREPARED)
     }
     batch = batch.with_log_probs(old=arrays["old_log_probs"], ref=arrays["ref_log_probs"])
@@ -199,8 +204,7 @@ def _replay_loss(
         assert isinstance(charged, TrainBatch), "as it was given"
         batch = charged
         report.compare("loss", "policy/kl_reward", told.get("policy/kl_reward", math.nan), kl)
-    names = [_name(r.trajectory) for r in kept for s in r.streams if s.loss_mask.unpack().any()]
-    for name, stream, again in zip(names, items, unpack(batch.advantages, batch), strict=True):
+    for (name, stream), again in zip(packed, unpack(batch.advantages, batch), strict=True):
         _replay_packed_advantages(report, name, stream.array("advantages"), again)
     log_probs, entropy = arrays["log_probs"], arrays["entropy"]
     if log_probs is None or entropy is None:
@@ -232,14 +236,10 @@ def _replay_packed_advantages(
     report.compare("advantage", f"{name}, token {worst}", float(stored[worst]), float(again[worst]))
 
 
-def _laid_out(values: Sequence[np.ndarray | None], batch: TrainBatch) -> np.ndarray | None:
+def _in_rows(values: Sequence[np.ndarray | None], batch: TrainBatch) -> np.ndarray | None:
     """Values of each packed item, where the batch has its tokens; None if an item has none."""
-    out = np.zeros(batch.tokens.shape, np.float32)
-    for value, (row, start, length) in zip(values, batch.placements, strict=True):
-        if value is None:
-            return None
-        out[row, start : start + length] = value
-    return out
+    known = [value for value in values if value is not None]
+    return laid_out(known, batch) if len(known) == len(values) else None
 
 
 def _name(trajectory: Trajectory) -> str:

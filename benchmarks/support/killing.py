@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import http.client
 import json
 import os
 import random
@@ -18,6 +17,7 @@ from typing import Any
 
 from rollout_sidecar.client import SidecarClient
 from rollout_sidecar.interactions import gsm8k
+from tooljax.launch import is_ready
 from tooljax.model import tiny
 from tooljax.rollouts import Sidecars
 
@@ -78,21 +78,11 @@ class Victim:
     def wait(self) -> None:
         """Until rollouts can start there. SystemExit, with its log, if it ends instead."""
         until = time.monotonic() + START_S
-        while not self._is_ready():
+        while not is_ready(self._port):
             assert self._process is not None
             if self._process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{self.url} did not start:\n{self._log.read_text()[-3000:]}")
             time.sleep(0.05)
-
-    def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
-        try:
-            connection.request("GET", "/readyz")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -3,7 +3,6 @@
 import logging
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from training_batch_cases import config, trajectory
@@ -12,12 +11,7 @@ from update_cases import gradient, model, new_items, new_updater
 from tooljax.batch import PackedBatch, PackItem, packed, unpack_field, with_advantages
 from tooljax.training_batch import make_batch, with_kl_in_reward
 
-
-@pytest.fixture(autouse=True)
-def _quick_compilations():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 
 def items() -> list[PackItem]:

@@ -15,12 +15,7 @@ from tooljax.checkpoint import Checkpointer
 from tooljax.policy import abstract_state
 from tooljax.weights.push import WeightSender
 
-
-@pytest.fixture(autouse=True)
-def _quick_compilations():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 
 def test_a_checkpoint_of_four_devices_goes_on_with_two(tmp_path):

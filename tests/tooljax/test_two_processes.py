@@ -7,21 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from policy_mesh_cases import opened, settings, small_batch
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.timeout(240)  # three processes start and compile at once
-
-
-@pytest.fixture(autouse=True)
-def _quick_compilations():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilations"),
+    pytest.mark.timeout(240),  # three processes start and compile at once
+]
 
 
 def test_two_processes_give_the_metrics_of_one(tmp_path):

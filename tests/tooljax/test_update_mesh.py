@@ -14,6 +14,8 @@ from tooljax.batch import TrainBatch, pack
 from tooljax.model.decoder import DecoderConfig
 from tooljax.sharding import ONE_DEVICE, Layout, make_layout
 
+pytestmark = pytest.mark.usefixtures("quick_compilations")
+
 CONFIG = DecoderConfig(
     family="qwen3",
     vocab=24,
@@ -40,14 +42,6 @@ MESHES = [
     ({"fsdp": 2, "tensor": 2, "context": 2}, 8),
 ]
 """Sizes of mesh axes, and rows of a microbatch: eight rows are cut into one, two or four of them."""
-
-
-@pytest.fixture(autouse=True)
-def _quick_compilations():
-    """Programs for eight devices take long to optimise, and what they say is the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def layout(sizes: dict[str, int], **settings) -> Layout:

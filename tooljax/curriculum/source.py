@@ -20,27 +20,15 @@ from tooljax.update import Metrics
 
 def open_source(config: Config, tasks: Sequence[Task]) -> "Source":
     """The source of a run's tasks. ValueError if there are too few, or the curriculum does not fit them."""
-    data, settings, seed = config.data, config.curriculum, config.run.seed
-    samples = config.grpo.group_size
+    data, chosen = config.data, config.curriculum
     shared: dict[str, Any] = {
         "prompts_per_step": data.prompts_per_step,
-        "seed": seed,
+        "seed": config.run.seed,
         "shuffle": data.shuffle,
     }
-    source = Source(tasks, **shared)
-    if settings.class_path:
-        chosen: Curriculum = UserSampler(tasks, config)
-        return ChosenSource(tasks, kind="sampler", curriculum=chosen, samples=samples, **shared)
-    if settings.kind == "uniform" and not settings.stages:
-        return source
-    per_step = data.prompts_per_step
-    plan = StagePlan(tasks, settings.stages, per_step=per_step)
-    if settings.kind == "pools":
-        chosen = Pools(plan, tasks=len(tasks), per_step=per_step, seed=seed, settings=settings)
-    else:
-        chosen = Staged(plan, per_step=per_step, seed=seed, shuffle=data.shuffle)
-    kind = "stages" if settings.kind == "uniform" else settings.kind
-    return ChosenSource(tasks, kind=kind, curriculum=chosen, samples=samples, **shared)
+    if chosen.kind == "uniform" and not chosen.stages and not chosen.class_path:
+        return Source(tasks, **shared)
+    return ChosenSource(tasks, config, **shared)
 
 
 class Source(TaskSource):
@@ -73,18 +61,15 @@ class ChosenSource(Source):
     def __init__(
         self,
         tasks: Sequence[Task],
+        config: Config,
         *,
-        kind: str,
-        curriculum: Curriculum,
-        samples: int,
         prompts_per_step: int,
         seed: int,
         shuffle: bool,
     ):
         super().__init__(tasks, prompts_per_step=prompts_per_step, seed=seed, shuffle=shuffle)
-        self.kind = kind
-        self.curriculum = curriculum
-        self._samples = samples
+        self.kind, self.curriculum = _choose(tasks, config)
+        self._samples = config.grpo.group_size
         self._files = _files(tasks)
         self._places = {task.task_id: i for i, task in enumerate(tasks)}
 
@@ -127,6 +112,19 @@ class ChosenSource(Source):
                 f"data.train has changed since the curriculum was saved: {'; '.join(changes)}. What is known of a task "
                 "would be taken for another's: put the files back, or start a new run in another run.dir"
             )
+
+
+def _choose(tasks: Sequence[Task], config: Config) -> tuple[str, Curriculum]:
+    """The kind that checkpoints name, and the curriculum."""
+    data, settings, seed = config.data, config.curriculum, config.run.seed
+    if settings.class_path:
+        return "sampler", UserSampler(tasks, config)
+    per_step = data.prompts_per_step
+    plan = StagePlan(tasks, settings.stages, per_step=per_step)
+    if settings.kind == "pools":
+        pools = Pools(plan, tasks=len(tasks), per_step=per_step, seed=seed, settings=settings)
+        return "pools", pools
+    return "stages", Staged(plan, per_step=per_step, seed=seed, shuffle=data.shuffle)
 
 
 def _files(tasks: Sequence[Task]) -> dict[str, list[Any]]:

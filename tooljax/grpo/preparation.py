@@ -79,7 +79,7 @@ class Preparation:
         self, batch: TrainBatch | PackedBatch, log_probs: LogProbs, kl_coef: float
     ) -> tuple[Any, dict[str, float]]:
         """The batch with token_values, without what is rejected; and metrics of what was done."""
-        parts = batch.groups if isinstance(batch, PackedBatch) else (batch,)
+        parts = batch.groups
         if self.correction.bypass:
             parts = tuple(replace(part, old_log_probs=part.rollout_log_probs) for part in parts)
         tokens = Tokens.of(parts, lambda: _listed(log_probs(batch)))

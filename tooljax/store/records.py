@@ -132,8 +132,8 @@ def values_of_items(
     values = _values_of_groups(batch, seen)
     if prepared is None:
         return values
-    laid = unpack(prepared, batch) if isinstance(batch, TrainBatch) else batch.unpack(prepared)
-    return [value | {PREPARED: own} for value, own in zip(values, laid, strict=True)]
+    own = unpack(prepared, batch)
+    return [value | {PREPARED: each} for value, each in zip(values, own, strict=True)]
 
 
 def _values_of_groups(
