@@ -4,6 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from tooljax.config import Config, ConfigError, load_config, to_gin
+from tooljax.config.gin import SECTIONS, section_of
 
 
 def make_run_dir(config: Config) -> Path:
@@ -34,10 +35,10 @@ def write_config(config: Config) -> list[str]:
 def differences(old: Config, new: Config) -> list[str]:
     """Settings that differ, in the order of the config."""
     changes = []
-    for section in fields(Config):
-        before, after = getattr(old, section.name), getattr(new, section.name)
+    for section in SECTIONS:
+        before, after = section_of(old, section), section_of(new, section)
         for field in fields(before):
             was, now = getattr(before, field.name), getattr(after, field.name)
             if was != now:
-                changes.append(f"{section.name}.{field.name}: {was!r} -> {now!r}")
+                changes.append(f"{section}.{field.name}: {was!r} -> {now!r}")
     return changes

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tooljax.config import Config, ConfigError, load_config, parse_args, to_gin
 from tooljax.config.cli import field_documents
-from tooljax.config.gin import SECTIONS, _build
+from tooljax.config.gin import SECTIONS, _build, section_of
 from tooljax.config.types import Range
 from tooljax.config.values import WrongValue, convert, describe
 
@@ -68,7 +68,7 @@ def _takes(value: Any, hint: Any) -> bool:
 
 # Fields that must agree with others keep their defaults: random ones would contradict each other.
 TIED = re.compile(
-    r"curriculum\.|grpo\.|sampling\.|limits\.max_\w+_tokens|sidecar\.max_model_tokens|batch\.row_|evaluate\.every|guard\.\w+_entropy|mesh\.|reward\.(function_kwargs|overlong)"
+    r"async\.|curriculum\.|grpo\.|sampling\.|limits\.max_\w+_tokens|sidecar\.max_model_tokens|batch\.row_|evaluate\.every|guard\.\w+_entropy|mesh\.|reward\.(function_kwargs|overlong)"
 )
 
 
@@ -144,13 +144,13 @@ def test_every_shipped_config_loads(path):
 def test_every_field_and_section_is_documented():
     for section, fields in SECTIONS.items():
         assert list(field_documents()[section]) == list(fields)
-        assert type(getattr(Config(), section)).__doc__
+        assert type(section_of(Config(), section)).__doc__
 
 
 def test_every_default_is_a_value_that_its_field_takes():
     for section, fields in SECTIONS.items():
         for name, hint in fields.items():
-            default = getattr(getattr(Config(), section), name)
+            default = getattr(section_of(Config(), section), name)
             assert convert(default, hint) == default, f"{section}.{name}"
             assert type(convert(default, hint)) is type(default), f"{section}.{name}"
 

@@ -12,7 +12,7 @@ from tooljax.compat.points import PROFILE_FIELD
 from tooljax.config import Config
 from tooljax.config.checks import check
 from tooljax.config.errors import ConfigError
-from tooljax.config.gin import SECTIONS
+from tooljax.config.gin import SECTIONS, section_of, with_section
 from tooljax.config.values import WrongValue, convert
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -232,8 +232,8 @@ def contradictions(done: Translation) -> list[str]:
     config = Config()
     for setting, value in done.settings.items():
         section, _, name = setting.partition(".")
-        part = dataclasses.replace(getattr(config, section), **{name: value})
-        config = dataclasses.replace(config, **{section: part})
+        part = dataclasses.replace(section_of(config, section), **{name: value})
+        config = with_section(config, section, part)
     try:
         check(config)
     except ConfigError as error:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from tooljax.config.algorithm_checks import algorithm_problems
+from tooljax.config.asynchronous import async_problems
 from tooljax.config.curriculum import curriculum_problems
 from tooljax.config.errors import ConfigError
 from tooljax.config.schema import Config
@@ -41,6 +42,7 @@ def _problems(config: Config) -> Iterator[Problem]:
         yield ("grpo.group_size",), sentence
     yield from algorithm_problems(config.grpo)
     yield from curriculum_problems(config.curriculum)
+    yield from async_problems(config)
     yield from _sampling(config)
     yield from _lengths(config)
     yield from _row_lengths(config)

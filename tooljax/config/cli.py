@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from tooljax.config.errors import ConfigError
-from tooljax.config.gin import SECTIONS, load_config, to_gin
+from tooljax.config.gin import SECTIONS, load_config, section_of, to_gin
 from tooljax.config.schema import Config
 from tooljax.config.values import describe
 
@@ -78,7 +78,7 @@ def fields_help() -> str:
     defaults = Config()
     parts = ["fields:"]
     for section, fields in SECTIONS.items():
-        values = getattr(defaults, section)
+        values = section_of(defaults, section)
         parts.append(f"\n  {section}: {inspect.getdoc(values)}")
         for name, hint in fields.items():
             parts.append(
@@ -97,7 +97,7 @@ def fields_help() -> str:
 
 def field_documents() -> dict[str, dict[str, str]]:
     """The docstring under each field, by section and name, read from the sections' source."""
-    sections = {section: type(getattr(Config(), section)) for section in SECTIONS}
+    sections = {section: type(section_of(Config(), section)) for section in SECTIONS}
     return {name: _documents(_class(section)) for name, section in sections.items()}
 
 

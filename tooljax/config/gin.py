@@ -15,6 +15,7 @@ Our files are valid gin, but this is not the gin-config library: a config holds 
 import dataclasses
 import difflib
 import io
+import keyword
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from tooljax.config.schema import Config
 from tooljax.config.values import WrongValue, convert, describe, literal, takes_text
 
 SECTIONS: dict[str, dict[str, Any]] = {
-    section.name: get_type_hints(section.type, include_extras=True)
+    section.name.rstrip("_"): get_type_hints(section.type, include_extras=True)
     for section in dataclasses.fields(Config)
 }
 """Type of every field, by section and name."""
@@ -76,11 +77,25 @@ def load_config(files: Sequence[str | Path], bindings: Sequence[str] = ()) -> Co
     return config
 
 
+def section_of(config: Config, name: str) -> Any:
+    """A section by the name that it has in configs."""
+    return getattr(config, _attribute(name))
+
+
+def with_section(config: Config, name: str, section: Any) -> Config:
+    """The config with another section of that name."""
+    return dataclasses.replace(config, **{_attribute(name): section})
+
+
+def _attribute(name: str) -> str:
+    return f"{name}_" if keyword.iskeyword(name) else name
+
+
 def to_gin(config: Config) -> str:
     """Every field of the config as gin bindings; `load_config` reads them back to an equal config."""
     blocks = []
     for section, fields in SECTIONS.items():
-        values = getattr(config, section)
+        values = section_of(config, section)
         blocks.append("".join(f"{section}.{name} = {getattr(values, name)!r}\n" for name in fields))
     return "\n".join(blocks)
 
@@ -280,7 +295,7 @@ def _build(values: dict[str, Any]) -> Config:
             for name in SECTIONS[section]
             if f"{section}.{name}" in values
         }
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **own)}
+        config = with_section(
+            config, section, dataclasses.replace(section_of(config, section), **own)
         )
     return config

@@ -6,7 +6,7 @@ The page says what `--help` says: types, defaults and the docstrings of the sche
 import inspect
 
 from tooljax.config.cli import field_documents
-from tooljax.config.gin import SECTIONS
+from tooljax.config.gin import SECTIONS, section_of
 from tooljax.config.schema import Config
 from tooljax.config.values import describe
 
@@ -31,7 +31,7 @@ def reference() -> str:
     listed = ", ".join(f"[{section}](#{section})" for section in SECTIONS)
     parts = [_HEAD.format(sections=listed)]
     for section, fields in SECTIONS.items():
-        values = getattr(defaults, section)
+        values = section_of(defaults, section)
         parts.append(f"\n## {section}\n\n{_joined(inspect.getdoc(values) or '')}\n")
         parts.append("| field | type | default | meaning |\n|---|---|---|---|")
         for name, hint in fields.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from tooljax.config.algorithm import GrpoConfig as GrpoConfig
+from tooljax.config.asynchronous import AsyncConfig as AsyncConfig
 from tooljax.config.curriculum import CurriculumConfig as CurriculumConfig
 from tooljax.config.judging import EvaluateConfig as EvaluateConfig
 from tooljax.config.judging import GuardConfig as GuardConfig
@@ -226,6 +227,11 @@ class CheckpointConfig:
     """Steps between checkpoints. The last step, and Ctrl-C, save too."""
     keep: Count = 2
     """Newest checkpoints kept."""
+    background: bool = True
+    """Go on training while a checkpoint is written, from a copy in host memory. Off: wait until it is on the disk."""
+    grace_s: Seconds = 30.0
+    """How long the run may go on after SIGTERM or Ctrl-C. What sidecars have not answered in half of it is given up, to
+    save in the other half. Set it to what the scheduler waits before it kills."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +324,8 @@ class Config:
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
+    """`async` in configs; Python keeps that word for itself."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
