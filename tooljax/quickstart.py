@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from rich.console import Console
 
@@ -35,17 +36,22 @@ LAYERS = 4
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. 0 when the table was printed."""
-    config = parse_args(argv, prog="tooljax.quickstart", description=__doc__ or "")
+    return learn(argv, prog="tooljax.quickstart", description=__doc__ or "", module=arithmetic)
+
+
+def learn(argv: Sequence[str] | None, *, prog: str, description: str, module: ModuleType) -> int:
+    """The whole job, on the data of a module of `tooljax.data.prepare`. 0 when the table was printed."""
+    config = parse_args(argv, prog=prog, description=description)
     started = time.monotonic()
     console = Console()
     try:
-        config = prepare(config, console)
+        config = prepare(config, console, module)
         with open_sidecars(config) as sidecars:
             comparison = run(config, sidecars, console)
     except InterruptedRollout:
         comparison = None
     except (ValueError, SidecarError, CheckpointError, OSError) as error:
-        print(f"tooljax.quickstart: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
     if comparison is None:
         print("interrupted; run the same command to go on", file=sys.stderr)
@@ -55,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare(config: Config, console: Console) -> Config:
+def prepare(config: Config, console: Console, module: ModuleType = arithmetic) -> Config:
     """Data, model and cold start, each unless its result is there; the config with their paths filled in."""
     run_dir = Path(config.run.dir)
     data, model, started = run_dir / "data", run_dir / "model", run_dir / "sft"
@@ -64,7 +70,7 @@ def prepare(config: Config, console: Console) -> Config:
     # Each result is looked for by the file that is written last: what a killed run left half done is made again.
     if not demonstrations.exists():
         console.print("[bold]1/4[/] generating problems and demonstrations")
-        arithmetic.run(_arithmetic_options(str(data), config.run.seed))
+        module.run(_options(module, str(data), config.run.seed))
     if not (model / "tokenizer_config.json").exists():
         console.print("[bold]2/4[/] building a small decoder and its tokenizer")
         texts = tiny.chat_texts(demonstrations)
@@ -119,9 +125,9 @@ def _check_same_seed(run_dir: Path, seed: int) -> None:
     kept.write_text(str(seed))
 
 
-def _arithmetic_options(folder: str, seed: int) -> argparse.Namespace:
+def _options(module: ModuleType, folder: str, seed: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    arithmetic.add_arguments(parser)
+    module.add_arguments(parser)
     return parser.parse_args(["--output_dir", folder, "--seed", str(seed)])
 
 

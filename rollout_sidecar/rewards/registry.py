@@ -21,6 +21,7 @@ _BY_NAME: dict[str, RewardFunction] = {
 _BY_DATA_SOURCE: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "tooljax/arithmetic": "gsm8k",
+    "tooljax/guess_number": "gsm8k",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",

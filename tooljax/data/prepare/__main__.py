@@ -10,6 +10,7 @@ from importlib import import_module
 COMMANDS = {
     "gsm8k": "GSM8K problems, with a calculator, as verl multi-turn records",
     "arithmetic": "generated word problems, and imperfect demonstrations of solving them",
+    "guess_number": "games of guessing a number with a tool, and demonstrations of playing them badly",
 }
 """Module of this package, and what it writes."""
 
