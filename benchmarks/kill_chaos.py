@@ -290,9 +290,9 @@ def look(report: ChaosReport, sidecars: Sidecars, undisturbed: Sidecars) -> None
     async def ask_all(clients: Sequence[SidecarClient]) -> list[ServedWeights | None]:
         return list(await asyncio.gather(*map(ask, clients)))
 
-    expected = undisturbed._runner.run(ask_all(undisturbed._clients))[0]
+    expected = undisturbed._loop.run(ask_all(undisturbed._clients))[0]
     assert expected is not None
-    for served in sidecars._runner.run(ask_all(sidecars._clients)):
+    for served in sidecars._loop.run(ask_all(sidecars._clients)):
         report.looks += 1
         if served is None or served.version != expected.version:
             report.stale += 1

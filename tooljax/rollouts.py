@@ -1,5 +1,6 @@
-"""Asks the sidecars for trajectories, and hands them weights: blocking calls over `tooljax.fleet`, which decides who
-does what and goes on without a sidecar that fails.
+"""Asks the sidecars for trajectories, and hands them weights, over `tooljax.fleet`, which decides who does what and goes
+on without a sidecar that fails. The fleet's event loop has a thread of its own: rollouts that were started go on while
+the trainer computes.
 
 Results are collated by (task, sample), never by arrival, and seeds derive from those too: what the trainer sees depends
 neither on timing nor on how many sidecars there are.
@@ -8,16 +9,18 @@ neither on timing nor on how many sidecars there are.
 import asyncio
 import math
 import signal
+import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+import msgspec
 
-from rollout_sidecar.client import SidecarClient
+from rollout_sidecar.client import SidecarClient, SidecarError
 from rollout_sidecar.protocol import (
     Info,
     Limits,
@@ -31,9 +34,11 @@ from rollout_sidecar.protocol import (
 from tooljax.config import Config
 from tooljax.config.schema import WeightsConfig
 from tooljax.fleet.batch import Batch
+from tooljax.fleet.enough import Enough
 from tooljax.fleet.fleet import Fleet
 from tooljax.fleet.groups import Group
 from tooljax.launch import local_sidecar
+from tooljax.loop_thread import Call, LoopThread
 from tooljax.weights.push import InFlight, PushReport
 
 Groups = list[list[Trajectory]]
@@ -59,6 +64,7 @@ def open_sidecars(config: Config) -> "Iterator[Sidecars]":
     shared: dict[str, Any] = {
         "timeout_s": settings.request_timeout_s,
         "in_flight": settings.in_flight,
+        "grace_s": config.checkpoint.grace_s,
     }
     if settings.urls:
         token = _read_token(settings.token_file)
@@ -94,8 +100,10 @@ def _read_token(file: str) -> str | None:
 class Sidecars:
     """Every sidecar of a run, behind blocking calls. A context manager.
 
-    The first SIGINT or SIGTERM sets `stop_requested` and ends a running rollout, and any that is asked for later, with
-    InterruptedRollout; a second one raises KeyboardInterrupt as usual.
+    The first SIGINT or SIGTERM sets `stop_requested` and ends running rollouts, and any that is asked for later, with
+    InterruptedRollout. Everything else is finished, but what has no answer within half of the grace period is given up:
+    the sidecars may be ending too, and the other half is for saving. A second signal ends the process at once, also
+    while it waits for a device or a disk.
     """
 
     def __init__(
@@ -107,6 +115,7 @@ class Sidecars:
         down_timeout_s: float | None = None,
         ca_file: str = "",
         in_flight: InFlight = "continue",
+        grace_s: float = 30.0,
     ):
         """Nothing is asked yet.
 
@@ -117,6 +126,7 @@ class Sidecars:
             down_timeout_s: how long to wait when no sidecar is left; default: timeout_s.
             ca_file: certificates to trust beside this machine's.
             in_flight: what a push does to trajectories under way.
+            grace_s: how long the process may go on after a signal to end.
         """
         if not urls:
             raise ValueError("no sidecar to ask: set sidecar.urls, or leave it empty to start one")
@@ -124,8 +134,13 @@ class Sidecars:
         wait_s = timeout_s if down_timeout_s is None else down_timeout_s
         self.fleet = Fleet(clients, timeout_s=timeout_s, down_timeout_s=wait_s)
         self._clients = clients
-        self._runner = asyncio.Runner()
-        self._task: asyncio.Task | None = None
+        self._loop = LoopThread("sidecars")
+        self._open: dict[Call[Any], bool] = {}
+        """What is under way, and whether a signal ends it at once."""
+        self._late = threading.Event()
+        self._late_timer = threading.Timer(grace_s / 2, self._end_calls)
+        self._late_timer.daemon = True
+        self._half_grace_s = grace_s / 2
         self._handlers: dict[int, object] = {}
         self._nonce = uuid.uuid4().hex[:12]
         self._requests = 0
@@ -136,8 +151,8 @@ class Sidecars:
     def __enter__(self) -> "Sidecars":
         try:
             for client in self._clients:
-                self._runner.run(client.__aenter__())
-            infos = self._runner.run(self.fleet.open())
+                self._loop.run(client.__aenter__())
+            infos = self._loop.run(self.fleet.open())
             # Versions only ever grow on a sidecar, and one that outlived an earlier run already has some.
             self._first_version = 1 + max(info.policy_version for info in infos)
         except BaseException:
@@ -148,11 +163,18 @@ class Sidecars:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._late_timer.cancel()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        rest = list(self._open)
+        for call in rest:
+            call.cancel()
+        for call in rest:
+            with suppress(BaseException):  # who began it does not ask any more
+                call.result()
         for client in self._clients:
-            self._runner.run(client.__aexit__(None, None, None))
-        self._runner.close()
+            self._loop.run(client.__aexit__(None, None, None))
+        self._loop.close()
 
     def info(self) -> list[Info]:
         """What each sidecar serves. Raises SidecarError, naming the URL, if one does not answer."""
@@ -160,7 +182,7 @@ class Sidecars:
         async def ask() -> list[Info]:
             return list(await asyncio.gather(*(client.info() for client in self._clients)))
 
-        return self._runner.run(ask())
+        return self._loop.run(ask())
 
     def check_fit(self, *, vocab_hash: str, max_trajectory_tokens: int) -> None:
         """ValueError, naming the URL, if a sidecar has another vocabulary or holds too short a context."""
@@ -182,7 +204,7 @@ class Sidecars:
     ) -> PushReport:
         """Sends the weights that the policy has after `step` steps; returns when every sidecar that can be used serves
         them. Raises PushError."""
-        return self._runner.run(
+        return self._finished(
             self.fleet.push(
                 tensors,
                 version=self.version_of(step),
@@ -206,7 +228,7 @@ class Sidecars:
         Raises SidecarError, or InterruptedRollout if it is interruptible.
         """
         asking = self.fleet.on_each(ask)
-        return self._interruptible(asking) if interruptible else self._runner.run(asking)
+        return self._ended(self._begin(asking)) if interruptible else self._finished(asking)
 
     def metrics(self) -> dict[str, float]:
         """What a step logs of the sidecars."""
@@ -226,18 +248,35 @@ class Sidecars:
         seed: tuple[int, ...],
         sampling: SamplingParams,
         limits: Limits,
+        **options: Any,
+    ) -> Groups:
+        """Makes `samples` trajectories of each task, and waits for them: `start`, then `Rollout.take`."""
+        shared: dict[str, Any] = {"seed": seed, "sampling": sampling, "limits": limits}
+        return self.start(tasks, samples=samples, **shared, **options).take()
+
+    def start(
+        self,
+        tasks: Sequence[Task],
+        *,
+        samples: int,
+        seed: tuple[int, ...],
+        sampling: SamplingParams,
+        limits: Limits,
         reward_weights: RewardWeights | None = None,
+        wanted: int | None = None,
         quorum: float = 1.0,
         straggler_timeout_s: float = 0.0,
         step: int | None = None,
         on_progress: Progress | None = None,
-    ) -> Groups:
-        """Makes `samples` trajectories of each task.
+    ) -> "Rollout":
+        """Begins to make `samples` trajectories of each task, and returns at once.
 
-        Their seeds derive from (*seed, task, sample). With `step`, only the policy after that many steps will do;
-        without, what was pushed last, or whatever the sidecars serve. Without `reward_weights`, rewards are the outcome
-        alone. Once `quorum` of a group have ended, the others have `straggler_timeout_s` left: then they are aborted,
-        and come back with that status and without tokens. Raises SidecarError, or InterruptedRollout.
+        Their seeds derive from (*seed, task, sample). With `step`, only the policy after that many steps or more will
+        do; without, what was pushed last, or whatever the sidecars serve. Without `reward_weights`, rewards are the
+        outcome alone. Once `quorum` of a group have ended, the others have `straggler_timeout_s` left: then they are
+        aborted, and come back with that status and without tokens. Once `wanted` groups have ended (default: all), the
+        other groups are aborted, and do not come back. `on_progress` is called from another thread. Raises
+        InterruptedRollout if the run was asked to stop.
         """
         self._requests += 1
         groups = [
@@ -253,76 +292,109 @@ class Sidecars:
             reward_weights=reward_weights,
             min_policy_version=(self.fleet.version or 0) if step is None else self.version_of(step),
         )
-        enough = math.ceil(quorum * samples - 1e-9)  # 0.7 * 10 is a little more than 7
-        self._interruptible(
-            self._fill(groups, template, _Stragglers(enough, straggler_timeout_s), on_progress)
+        wanted = len(groups) if wanted is None else wanted
+        enough = Enough(
+            groups,
+            wanted=wanted,
+            quorum=math.ceil(quorum * samples - 1e-9),  # 0.7 * 10 is a little more than 7
+            timeout_s=straggler_timeout_s,
         )
-        return [group.all() for group in groups]
+        call = self._begin(self._fill(groups, template, enough, wanted * samples, on_progress))
+        return Rollout(self, call)
 
     async def _fill(
         self,
         groups: Sequence[Group],
         template: RolloutRequest,
-        stragglers: "_Stragglers",
+        enough: Enough,
+        wanted: int,
         on_progress: Progress | None,
-    ) -> None:
-        wanted = sum(len(group.seeds) for group in groups)
-
+    ) -> Groups:
         def taken(batch: Batch, group: Group) -> None:
             if on_progress is not None:
-                on_progress(sum(len(group.made) for group in groups), wanted)
-            stragglers.watch(batch, group)
+                on_progress(min(wanted, sum(len(each.made) for each in groups)), wanted)
+            enough.watch(batch, group)
 
         try:
             await self.fleet.rollout(groups, template, taken=taken)
         finally:
-            await stragglers.end()
+            await enough.end()
+        return [_numbered(group.all(), i) for i, group in enumerate(enough.chosen)]
 
-    def _interruptible(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """What the call gives, unless somebody asks the run to stop."""
+    def _begin(self, call: Coroutine[Any, Any, Answer], *, may_end: bool = True) -> Call[Answer]:
+        """Runs it in the background. InterruptedRollout if the run was asked to stop, or CancelledError."""
+        if self._late.is_set() or (may_end and self.stop_requested):
+            call.close()
+            raise InterruptedRollout if may_end else asyncio.CancelledError
+        begun = self._loop.begin(call)
+        self._open[begun] = may_end
+        if self._late.is_set() or (may_end and self.stop_requested):  # since a moment ago
+            begun.cancel()
+        return begun
 
-        async def run() -> Answer:
-            self._task = asyncio.current_task()
-            if self.stop_requested:
-                call.close()
-                raise asyncio.CancelledError
-            return await call
-
+    def _ended(self, call: Call[Answer]) -> Answer:
+        """What it gives, unless somebody asks the run to stop."""
         try:
-            return self._runner.run(run())
+            return self._result(call)
         except asyncio.CancelledError:
             raise InterruptedRollout from None
+
+    def _finished(self, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """What the call gives, also after a signal to end; SidecarError if it then takes too long."""
+        try:
+            return self._result(self._begin(call, may_end=False))
+        except asyncio.CancelledError:
+            raise SidecarError(
+                f"the sidecars gave no answer within {self._half_grace_s:g} s of the signal to end, half of "
+                "checkpoint.grace_s",
+                kind="interrupted",
+            ) from None
+
+    def _result(self, call: Call[Answer]) -> Answer:
+        try:
+            return call.result()
         finally:
-            self._task = None
+            if call.done():
+                self._open.pop(call, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_requested:
-            raise KeyboardInterrupt
+        if self.stop_requested:  # both came at once
+            return
         self.stop_requested = True
-        if self._task is not None:
-            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        self._late_timer.start()
+        for call, may_end in list(self._open.items()):
+            if may_end:
+                call.cancel()
+
+    def _end_calls(self) -> None:
+        """Half of the grace period is over."""
+        self._late.set()
+        for call in list(self._open):
+            call.cancel()
 
 
-class _Stragglers:
-    """Gives up what is still under way some time after enough of its group have ended."""
+class Rollout:
+    """Trajectories that are being made."""
 
-    def __init__(self, enough: int, timeout_s: float):
-        self._enough = enough
-        self._timeout_s = timeout_s
-        self._dropping: dict[int, asyncio.Task[None]] = {}
+    def __init__(self, sidecars: Sidecars, call: Call[Groups]):
+        self._sidecars = sidecars
+        self._call = call
 
-    def watch(self, batch: Batch, group: Group) -> None:
-        """To be called when a trajectory of a group has come."""
-        enough = self._enough <= len(group.made) < len(group.seeds)
-        if enough and group.index not in self._dropping:
-            self._dropping[group.index] = asyncio.create_task(self._drop_late(batch, group))
+    def take(self) -> Groups:
+        """Waits for all of them. Raises SidecarError, also of what went wrong long ago, or InterruptedRollout."""
+        return self._sidecars._ended(self._call)
 
-    async def end(self) -> None:
-        """Nobody is waited for any longer."""
-        for task in self._dropping.values():
-            task.cancel()
-        await asyncio.gather(*self._dropping.values(), return_exceptions=True)
+    def give_up(self) -> None:
+        """Aborts what is still under way, and waits until that is done."""
+        self._call.cancel()
+        with suppress(InterruptedRollout, SidecarError):
+            self.take()
 
-    async def _drop_late(self, batch: Batch, group: Group) -> None:
-        await asyncio.sleep(self._timeout_s)
-        await batch.drop(group)
+
+def _numbered(group: list[Trajectory], index: int) -> list[Trajectory]:
+    """The trajectories of a group, which has another number if groups before it were left out."""
+    if all(each.task_index == index for each in group):
+        return group
+    return [msgspec.structs.replace(each, task_index=index) for each in group]

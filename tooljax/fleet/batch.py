@@ -52,6 +52,8 @@ class Batch:
         self._playing: dict[asyncio.Task[None], Piece] = {}
         self.unfinished: list[Replica] = []
         """Who had been asked for something that had not come when the batch ended."""
+        self.changed = asyncio.Event()
+        """Set whenever a replica is lost or comes back, or has room, or a trajectory has come."""
         self._requests = 0
         samples = max((len(group.seeds) for group in groups), default=1)
         self._share = max(
@@ -64,21 +66,27 @@ class Batch:
 
     async def run(self) -> None:
         """Returns when every sample is there or given up. Raises SidecarError; then nothing of the batch runs on."""
-        changed, begun = self._fleet.changed, time.monotonic()
+        begun = time.monotonic()
         try:
             while self._waiting or self._playing:
-                changed.clear()
+                self.changed.clear()
                 self._fleet.check_hope(begun)
                 self._hand_out()
                 if self._playing or self._waiting:
-                    await self._next_event(changed)
+                    await self._next_event()
                 self._look_at_ended()
         finally:
             await self._stop()
 
+    @property
+    def waits(self) -> bool:
+        """Whether some group waits for room."""
+        return any(group.missing for group in self._waiting)
+
     async def drop(self, group: Group) -> None:
         """Gives up what is missing of a group."""
         late, piece = group.give_up(), group.piece
+        self._fleet.tell()
         if piece is None or not late:
             return
         for sample in late:
@@ -87,10 +95,10 @@ class Batch:
             await piece.replica.client.abort(piece.request_id, piece.positions(group, late))
         except SidecarError as error:
             log.info("%s goes on with what nobody waits for: %s", piece.replica.url, error)
-        self._fleet.changed.set()
+        self._fleet.tell()
 
-    async def _next_event(self, changed: asyncio.Event) -> None:
-        waking = asyncio.create_task(changed.wait())
+    async def _next_event(self) -> None:
+        waking = asyncio.create_task(self.changed.wait())
         try:
             await asyncio.wait(
                 {waking, *self._playing}, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
@@ -102,8 +110,8 @@ class Batch:
 
     def _hand_out(self) -> None:
         """Gives out pieces as long as somebody has room."""
-        self._waiting = deque(group for group in self._waiting if group.missing)
-        while self._waiting:
+        waited, self._waiting = self.waits, deque(g for g in self._waiting if g.missing)
+        while self._waiting and self._fleet.has_turn(self):
             first = self._waiting[0]
             replica = self._fleet.choose(len(first.missing), first.home)
             if replica is None:
@@ -117,6 +125,8 @@ class Batch:
             ):
                 groups.append(self._waiting.popleft())
             self._give(groups, replica)
+        if waited and not self._waiting:
+            self._fleet.tell()  # it is the turn of younger batches
 
     def _give(self, groups: Sequence[Group], replica: Replica) -> None:
         self._requests += 1
@@ -143,7 +153,7 @@ class Batch:
                     replica.proved()
                     if group is not None:
                         self._taken(self, group)
-                    self._fleet.changed.set()
+                    self._fleet.tell()
         except SidecarError:
             replica.leftovers.add(piece.request_id)
             raise

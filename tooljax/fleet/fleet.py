@@ -48,8 +48,6 @@ class Fleet:
             down_timeout_s: how long to wait, with no replica left, for one to come back.
         """
         self.replicas = [Replica(client) for client in clients]
-        self.changed = asyncio.Event()
-        """Set whenever a replica is lost or comes back, or has room."""
         self.version: int | None = None
         """Of the weights that were pushed last."""
         self.period_s = HEALTH_PERIOD_S
@@ -61,6 +59,10 @@ class Fleet:
         self._push_timeout_s = timeout_s
         self._timeout_s = timeout_s
         self._down_timeout_s = down_timeout_s
+        self._batches: list[Batch] = []
+        """Under way, the oldest first."""
+        self._watching: list[asyncio.Task[None]] = []
+        self._pushing = False
 
     async def open(self) -> list[Info]:
         """What every sidecar says. All must answer: SidecarError names the one that does not; ValueError names two URLs
@@ -95,6 +97,7 @@ class Fleet:
         self, groups: Sequence[Group], template: RolloutRequest, *, taken: Taken
     ) -> None:
         """Fills every group. SidecarError if that takes too long, if no sidecar is left, or if one refuses the request.
+        Several batches may be under way; a younger one is given what room an older one leaves.
 
         Args:
             template: what holds of every request: sampling, limits and so on; its request_id is the batch's.
@@ -102,7 +105,7 @@ class Fleet:
         """
         batch = Batch(self, groups, template, taken)
         try:
-            async with self.watched(), asyncio.timeout(self._timeout_s):
+            async with self._under_way(batch), asyncio.timeout(self._timeout_s):
                 await batch.run()
         except TimeoutError as error:
             busy = batch.unfinished or self.replicas
@@ -114,6 +117,15 @@ class Fleet:
                 " look at the sidecar's log, or raise sidecar.request_timeout_s",
                 kind="timeout",
             ) from error
+
+    def tell(self) -> None:
+        """A replica is lost, or is back, or has room: every batch looks what it can do."""
+        for batch in self._batches:
+            batch.changed.set()
+
+    def has_turn(self, batch: Batch) -> bool:
+        """Whether no older batch waits for room."""
+        return not any(older.waits for older in self._batches[: self._batches.index(batch)])
 
     def choose(self, more: int, home: Replica | None) -> Replica | None:
         """Who takes `more` trajectories: `home` if it can, else the least busy. None if nobody has room."""
@@ -169,15 +181,38 @@ class Fleet:
     # --- health ---
 
     @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Looks after every replica in the background."""
-        watching = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+    async def _under_way(self, batch: Batch) -> AsyncIterator[None]:
+        """Looks after every replica in the background, as long as there is a batch."""
+        self._batches.append(batch)
+        self._watch_all()
         try:
             yield
         finally:
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
+            self._batches.remove(batch)
+            if not self._batches:
+                await self._rest()
+
+    @asynccontextmanager
+    async def _undisturbed(self) -> AsyncIterator[None]:
+        """Nobody looks during a push: it would find other versions here and there, and send the old one again."""
+        self._pushing = True
+        await self._rest()
+        try:
+            yield
+        finally:
+            self._pushing = False
+            if self._batches:
+                self._watch_all()
+
+    def _watch_all(self) -> None:
+        if not self._watching and not self._pushing:
+            self._watching = [asyncio.create_task(self._watch(each)) for each in self.replicas]
+
+    async def _rest(self) -> None:
+        watching, self._watching = self._watching, []
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
 
     async def _watch(self, replica: Replica) -> None:
         while True:
@@ -189,7 +224,7 @@ class Fleet:
                     replica.lose(why)
             elif why := await self._revived(replica):
                 replica.why = str(why)
-            self.changed.set()
+            self.tell()
 
     async def _revived(self, replica: Replica) -> SidecarError | None:
         """Brings a replica back if it can be used, or can be made so; else says why not."""
@@ -233,14 +268,16 @@ class Fleet:
                 [r.client for r in self.replicas], mode=weights.mode, part_bytes=weights.part_bytes
             )
         self._push_timeout_s = weights.timeout_s
-        report = await self._sender.push(
-            tensors,
-            version=version,
-            timeout_s=weights.timeout_s,
-            in_flight=in_flight,
-            deliver=self._deliver,
-        )
-        self.version, self._content_hash = version, report.content_hash
+        async with self._undisturbed():
+            report = await self._sender.push(
+                tensors,
+                version=version,
+                timeout_s=weights.timeout_s,
+                in_flight=in_flight,
+                deliver=self._deliver,
+            )
+            self.version, self._content_hash = version, report.content_hash
+        self.tell()  # who was left out may have come back
         return report
 
     async def _deliver(self, send: Send) -> int:
