@@ -3,6 +3,9 @@
 A step is a folder `<dir>/<step>` with two items: `arrays`, any pytree of arrays, and `extra`, JSON. It is written
 beside its final name and renamed when complete, so a crash leaves no half step under a good name. A step that cannot
 be read all the same (a truncated file) is skipped at restore, with a warning, and set aside.
+
+A save may go on in the background, from a copy in host memory: what the caller waits for is that copy, and a save
+before that is still being written. Everything that reads waits for it, and so does the end of the `with` block.
 """
 
 import errno
@@ -20,7 +23,7 @@ import orbax.checkpoint as ocp
 
 log = logging.getLogger("tooljax")
 
-FORMAT = 1
+FORMAT = 2
 """Of the envelope around `extra`."""
 
 Layout = dict[str, str]
@@ -56,9 +59,9 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """The complete steps, oldest first."""
+        """The complete steps, oldest first; not one that may still be being written."""
         with _quiet_orbax():
-            return sorted(self._open().all_steps())
+            return sorted(set(self._open().all_steps()) - {self._pending})
 
     def latest_step(self) -> int | None:
         """The newest complete step; None when the folder has none."""
@@ -68,8 +71,9 @@ class Checkpointer:
         """Writes a step; one that is there already is left as it is.
 
         `extra` comes back as JSON returns it: tuples as lists, keys as strings. With block=False the arrays are
-        copied to host memory before the call returns and written in the background; an error then comes from the
-        next call. Raises CheckpointError when the step cannot be written.
+        copied to host memory before the call returns, so that they may be donated, and written in the background; an
+        error then comes from the next call that writes, reads or waits, or from `look`. One step is written at a time:
+        the one before is complete first. Raises CheckpointError when the step cannot be written.
         """
         self.wait()
         steps = self.steps()
@@ -83,6 +87,7 @@ class Checkpointer:
         json.dumps(
             envelope
         )  # a TypeError here is the caller's, and must not look like a disk fault
+        self._forget_mark(step)
         self._pending = step
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(envelope)
@@ -100,32 +105,46 @@ class Checkpointer:
             self._open().wait_until_finished()
         self._pending = None
 
+    def look(self) -> None:
+        """Raises the CheckpointError of a save with block=False that has failed since; waits for nothing."""
+        if self._pending is not None and not self._open().is_saving_in_progress():
+            self.wait()
+
     def best(self) -> Best | None:
-        """The step that `mark_best` named last; None if there is none, or its checkpoint is gone."""
+        """The step that `mark_best` named last; None if there is none, or its checkpoint is gone.
+
+        In another process, or after a crash, one that was not written in the end does not count: the best before it is
+        still there.
+        """
         found = self._marked()
-        return found if found and found.step in self.steps() else None
+        return found if found and found.step in (*self.steps(), self._pending) else None
 
     def mark_best(self, best: Best) -> None:
-        """Keeps its checkpoint, which must be there, until another is marked; the one before is then like others."""
-        self.wait()
-        if best.step not in self.steps():
+        """Keeps its checkpoint until another is marked; the one before is then like others. It must be there, or be
+        under way (`save` with block=False), which is not waited for."""
+        if best.step not in (*self.steps(), self._pending):
             raise CheckpointError(
                 f"step {best.step} of {self.dir} is not saved, so it cannot be kept as the best"
             )
-        if jax.process_index() == 0:
-            temporary = self.dir / "best.json.tmp"
-            temporary.write_text(json.dumps(best._asdict()) + "\n")
-            os.replace(temporary, self.dir / "best.json")
+        record: dict[str, Any] = best._asdict()
+        if best.step == self._pending and (before := self._marked()):
+            record["before"] = before._asdict()
+        self._write_mark(record)
 
     def restore(
-        self, abstract: Any, *, step: int | None = None
+        self,
+        abstract: Any,
+        *,
+        step: int | None = None,
+        changes: Callable[[dict[str, Any]], list[str]] = lambda extra: [],
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """The newest readable step, or the one asked for: its number, its arrays and `extra`. None when the folder has
         no such step.
 
         `abstract` is a pytree of jax.ShapeDtypeStruct (or arrays) like the one saved; each array is placed on the
         sharding of its counterpart. Raises CheckpointError when the step's arrays differ from it in name, shape or
-        dtype, and when there are steps but none can be read.
+        dtype, with what `changes` says of `extra` (settings that are others now), and when there are steps but none
+        can be read.
         """
         self.wait()
         faults: dict[int, str] = {}
@@ -133,7 +152,7 @@ class Checkpointer:
         for one in wanted:
             try:
                 with _quiet_orbax():
-                    arrays, extra = self._read(one, abstract)
+                    arrays, extra = self._read(one, abstract, changes)
             except CheckpointError:
                 raise
             except Exception as error:  # the boundary around Orbax: it has no base class for damage
@@ -168,12 +187,42 @@ class Checkpointer:
         return self._manager
 
     def _marked(self) -> Best | None:
-        try:
-            return Best(**json.loads((self.dir / "best.json").read_text()))
-        except (OSError, ValueError, TypeError):  # none yet, or what is no such file
-            return None
+        """What best.json names: the step it was written for, or the one before if that was never completed."""
+        best, before = self._read_mark()
+        # Orbax renames a step to its number when it is complete.
+        if best and (best.step == self._pending or (self.dir / str(best.step)).is_dir()):
+            return best
+        return before
 
-    def _read(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
+    def _read_mark(self) -> tuple[Best | None, Best | None]:
+        """The best step, and the best before it if that was complete when it was marked."""
+        try:
+            record = json.loads((self.dir / "best.json").read_text())
+            before = record.pop("before", None)
+            return Best(**record), before and Best(**before)
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ):  # none yet, or what is no such file
+            return None, None
+
+    def _write_mark(self, record: dict[str, Any]) -> None:
+        if jax.process_index() == 0:
+            temporary = self.dir / "best.json.tmp"
+            temporary.write_text(json.dumps(record) + "\n")
+            os.replace(temporary, self.dir / "best.json")
+
+    def _forget_mark(self, step: int) -> None:
+        """A step that was marked and then lost in a crash is made again: whether it is the best is open."""
+        best, before = self._read_mark()
+        if best and best.step == step:
+            self._write_mark(before._asdict() if before else {})
+
+    def _read(
+        self, step: int, abstract: Any, changes: Callable[[dict[str, Any]], list[str]]
+    ) -> tuple[Any, dict[str, Any]]:
         manager = self._open()
         only_extra = ocp.args.Composite(extra=ocp.args.JsonRestore())
         envelope = manager.restore(step, args=only_extra)["extra"]
@@ -182,24 +231,16 @@ class Checkpointer:
                 f"checkpoint {self.dir / str(step)} has format {envelope['format']}, "
                 f"this version reads {FORMAT}; continue the run with the version that began it"
             )
-        self._check_layout(step, saved=envelope["layout"], asked=_layout(abstract))
+        differences = _differences(saved=envelope["layout"], asked=_layout(abstract))
+        if differences:
+            changed = "; ".join(changes(envelope["extra"]))
+            raise CheckpointError(
+                f"checkpoint {self.dir / str(step)} does not fit the model or optimizer: {differences}. Use the config "
+                f"that wrote it, or another run.dir{f' (changed since: {changed})' if changed else ''}"
+            )
         target = jax.tree.map(_abstract, abstract)
         only_arrays = ocp.args.Composite(arrays=ocp.args.StandardRestore(target))
         return manager.restore(step, args=only_arrays)["arrays"], envelope["extra"]
-
-    def _check_layout(self, step: int, *, saved: Layout, asked: Layout) -> None:
-        """Orbax would cast a dtype silently, and names paths in its own way, so the comparison is ours."""
-        differences = [
-            f"{path} is {saved.get(path, 'absent')}, expected {asked.get(path, 'absent')}"
-            for path in sorted(saved.keys() | asked.keys())
-            if saved.get(path) != asked.get(path)
-        ]
-        if differences:
-            more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-            raise CheckpointError(
-                f"checkpoint {self.dir / str(step)} does not fit the model or optimizer: "
-                f"{'; '.join(differences[:3])}{more}. Use the config that wrote it, or another run.dir"
-            )
 
     @contextmanager
     def _write_faults(self, step: int) -> Iterator[None]:
@@ -254,6 +295,18 @@ class _NewestAndBest:
 def _layout(tree: Any) -> Layout:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+
+
+def _differences(*, saved: Layout, asked: Layout) -> str:
+    """The first of them; "" for none. Orbax would cast a dtype silently, and names paths in its own way, so the
+    comparison is ours."""
+    found = [
+        f"{path} is {saved.get(path, 'absent')}, expected {asked.get(path, 'absent')}"
+        for path in sorted(saved.keys() | asked.keys())
+        if saved.get(path) != asked.get(path)
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + more
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -26,8 +26,9 @@ from tooljax.evaluation.best import better, check_best_metric
 from tooljax.grpo.controller import KlController
 from tooljax.guards import Guard, GuardStop
 from tooljax.launch import check_files
-from tooljax.log_prob_gate import LogProbGate, LogProbMismatch
+from tooljax.log_prob_gate import LogProbGate, LogProbMismatch, Verdict
 from tooljax.metrics import rollout_metrics, with_speed
+from tooljax.origin import Origin
 from tooljax.plots import learning_curve
 from tooljax.policy import Policy, abstract_state, layout_of, make_updater
 from tooljax.progress import Progress
@@ -59,6 +60,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
     with (
         Trackers(config, resume_step=step) as trackers,
         Progress(config.run.progress, config.run.steps, title=run.dir.name, start=step) as progress,
+        run.checkpointer,
     ):
         if step == 0 and config.evaluate.every_steps:
             trackers.log(0, run.evaluate(0) | verdict.metrics)
@@ -80,7 +82,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
             with progress.phase("push"):
                 metrics |= update_metrics | run.push(state, step)
             with progress.phase("gate"):
-                verdict = run.gate.look(sidecars, state, step)
+                verdict = run.look(state, step)
             with progress.phase("store"):
                 run.store_step(step, groups, batch, credit, update_metrics)
             metrics |= verdict.metrics | sidecars.metrics()
@@ -93,7 +95,8 @@ def train(config: Config, sidecars: Sidecars) -> int:
             progress.step(step, metrics)
             # After logging: a step that was saved is a step that was logged. What a run is ended for is not saved.
             run.guard.require()
-            run.keep(state, step, metrics, due=bool(verdict.problem))
+            with progress.phase("checkpoint"):  # which the next step's metrics tell
+                run.keep(state, step, metrics, due=bool(verdict.problem))
             verdict.require()
         run.save(state, step)
     if step == config.run.steps:
@@ -117,6 +120,12 @@ class Run:
     kl: KlController
     guard: Guard
     store: TrajectoryStore
+    origin: Origin
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the training state, by name: each has `state` and `restore`."""
+        return {"origin": self.origin, "source": self.source, "kl": self.kl, "guard": self.guard}
 
     @property
     def dir(self) -> Path:
@@ -164,6 +173,7 @@ class Run:
             ),
             Guard(config.guard),
             TrajectoryStore(config, tasks),
+            Origin(config),
         )
         changes = write_config(config)
         if changes and run.checkpointer.latest_step() is not None:
@@ -174,29 +184,32 @@ class Run:
         """State and step of the newest checkpoint, with the data at its position; a fresh start if there is none."""
         state, step, extra = self.newest()
         if extra:
-            self.source.restore(extra["source"])
-            self.kl.restore(extra["kl"])
-            self.guard.restore(extra["guard"])
+            for name, part in self.parts.items():
+                part.restore(extra[name])
         return state, step
 
     def newest(self) -> tuple[TrainState, int, dict[str, Any]]:
         """State, step and extras of the newest checkpoint; the first weights, 0 and nothing if there is none."""
-        found = self.checkpointer.restore(abstract_state(self.updater, self.policy.params))
+        found = self.checkpointer.restore(
+            abstract_state(self.updater, self.policy.params),
+            changes=lambda extra: self.origin.changes(extra["origin"]),
+        )
         if found is None:
             return self.updater.init(self.policy.params), 0, {}
         step, state, extra = found
         return state, step, extra
 
-    def save(self, state: TrainState, step: int) -> None:
+    def save(self, state: TrainState, step: int, *, block: bool = True) -> None:
         """Writes a checkpoint of `step`, unless it is there."""
-        parts = {"source": self.source, "kl": self.kl, "guard": self.guard}
-        self.checkpointer.save(step, state, {name: part.state() for name, part in parts.items()})
+        extra: dict[str, Any] = {name: part.state() for name, part in self.parts.items()}
+        self.checkpointer.save(step, state, extra, block=block)
 
     def keep(self, state: TrainState, step: int, metrics: Metrics, *, due: bool) -> None:
         """Saves the step if it is due, or every so many steps, or the best that was evaluated so far."""
+        self.checkpointer.look()
         best = better(self.config.evaluate, self.checkpointer.best(), step, metrics)
         if due or best or step % self.config.checkpoint.every_steps == 0:
-            self.save(state, step)
+            self.save(state, step, block=not self.config.checkpoint.background)
         if best:
             self.checkpointer.mark_best(best)
 
@@ -212,15 +225,30 @@ class Run:
         return state
 
     def push(self, state: TrainState, step: int) -> Metrics:
-        """Sends the weights to every sidecar and waits until all serve them."""
-        if self.config.sidecar.share_gpu:
-            self.sidecars.on_each(lambda client: client.resume_engine(), interruptible=False)
-        report = self.sidecars.push(
-            self.policy.tensors(self.updater.compute_params(state)),
-            step=step,
-            weights=self.config.weights,
-        )
+        """Sends the weights to every sidecar and waits until all serve them. One that fails when the run is to end may
+        be ending too: the step is logged and saved all the same."""
+        try:
+            if self.config.sidecar.share_gpu:
+                self.sidecars.on_each(lambda client: client.resume_engine(), interruptible=False)
+            report = self.sidecars.push(
+                self.policy.tensors(self.updater.compute_params(state)),
+                step=step,
+                weights=self.config.weights,
+            )
+        except SidecarError:
+            if self.sidecars.stop_requested:
+                return {}
+            raise
         return report.metrics()
+
+    def look(self, state: TrainState, step: int) -> Verdict:
+        """The gate's verdict; none where a sidecar fails when the run is to end."""
+        try:
+            return self.gate.look(self.sidecars, state, step)
+        except SidecarError:
+            if self.sidecars.stop_requested:
+                return Verdict({})
+            raise
 
     def rollout(self, step: int, progress: Progress) -> Groups:
         """Trajectories of the next tasks. Interrupted, the tasks are still to come."""

@@ -3,13 +3,17 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -152,14 +156,17 @@ def test_saving_an_older_step_says_what_to_do(tmp_path):
         ({"w": jnp.zeros((5,))}, r"\['w'\] is float32\[4\], expected float32\[5\]"),
         ({"w": jnp.zeros((4,), jnp.bfloat16)}, r"is float32\[4\], expected bfloat16\[4\]"),
         ({"v": jnp.zeros((4,))}, r"\['v'\] is absent, expected float32\[4\]; \['w'\] is float32"),
-        ({c: jnp.zeros(()) for c in "abcde"}, r"and 3 more. Use the config that wrote it"),
+        (
+            {c: jnp.zeros(()) for c in "abcde"},
+            r"and 3 more. Use the config that wrote it, or another run.dir \(changed since: x: 1 -> 2\)",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(tmp_path, asked, message):
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, weights(1.0), {})
+        checkpoints.save(1, weights(1.0), {"x": 1})
         with pytest.raises(CheckpointError, match=message):
-            restored(checkpoints, asked)
+            checkpoints.restore(asked, changes=lambda extra: [f"x: {extra['x']} -> 2"])
         assert checkpoints.steps() == [1]
 
 
@@ -239,7 +246,9 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(small_disk, block
         message = r"could not save step 3 to .*/ck: the disk is full .*; step 2 is still readable"
         with pytest.raises(CheckpointError, match=message):  # noqa: PT012
             checkpoints.save(3, states[2], {"n": 3}, block=block)
-            checkpoints.wait()
+            for _ in range(500):
+                checkpoints.look()
+                time.sleep(0.02)
         assert capfd.readouterr().err == ""
         assert sorted(p.name for p in (small_disk / "ck").iterdir()) == ["1", "2"]
         step, arrays, extra = restored(checkpoints, states[0])
@@ -288,3 +297,80 @@ def test_only_a_saved_step_can_be_the_best(tmp_path):
             (tmp_path / "best.json").write_text(text)
             assert checkpoints.best() is None
         checkpoints.save(2, weights(2.0), {})
+
+
+# --- saving in the background ---------------------------------------------------------------------------------------
+
+
+def test_what_is_donated_while_it_is_written_was_copied_before(tmp_path):
+    """The update that follows a save writes over the very buffers."""
+    step = jax.jit(lambda x: jax.tree.map(lambda w: -w, x), donate_argnums=0)
+    noise = np.random.default_rng(0).normal(size=(4, 500_000)).astype(np.float32)
+    state = {str(i): jnp.asarray(row) for i, row in enumerate(noise)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {}, block=False)
+        for _ in range(5):
+            state = step(state)
+        jax.block_until_ready(state)
+        _, arrays, _ = restored(checkpoints, state)
+    for i, row in enumerate(noise):
+        np.testing.assert_array_equal(arrays[str(i)], row)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writing in the background does not end before the event is set."""
+    gate = threading.Event()
+    finish = ocp.CheckpointManager._finalize
+    monkeypatch.setattr(
+        ocp.CheckpointManager,
+        "_finalize",
+        lambda *args: (gate.wait(30), finish(*args)),
+    )
+    yield gate
+    gate.set()
+
+
+def test_saving_returns_while_a_step_is_written_and_the_next_waits_for_it(tmp_path, held):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, weights(1.0), {}, block=False)
+        assert checkpoints.steps() == []
+        assert checkpoints.latest_step() is None
+        checkpoints.look()  # does not wait
+        threading.Timer(0.2, held.set).start()
+        checkpoints.save(2, weights(2.0), {}, block=False)
+        assert 1 in checkpoints.steps()
+        assert restored(checkpoints, weights(0.0))[0] == 2  # reading waits
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_the_end_of_the_block_waits_for_what_is_written(tmp_path, held):
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, weights(1.0), {}, block=False)
+        threading.Timer(0.2, held.set).start()
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+def test_a_best_step_counts_once_it_is_complete(tmp_path, held):
+    held.set()
+    with Checkpointer(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, weights(1.0), {})
+        checkpoints.mark_best(Best(1, "eval/accuracy", 0.25))
+        held.clear()
+        checkpoints.save(2, weights(2.0), {}, block=False)
+        checkpoints.mark_best(Best(2, "eval/accuracy", 0.5))
+        assert checkpoints.best() == Best(2, "eval/accuracy", 0.5)
+        # What a crash in this moment would leave.
+        shutil.copytree(tmp_path / "1", tmp_path / "crashed" / "1")
+        shutil.copy(tmp_path / "best.json", tmp_path / "crashed" / "best.json")
+        held.set()
+        checkpoints.save(3, weights(3.0), {})
+        assert checkpoints.steps() == [2, 3]
+    assert Checkpointer(tmp_path).best() == Best(2, "eval/accuracy", 0.5)
+    with Checkpointer(tmp_path / "crashed", keep=1) as checkpoints:
+        assert checkpoints.best() == Best(1, "eval/accuracy", 0.25)
+        # Made again, it need not be the best again.
+        checkpoints.save(2, weights(2.0), {})
+        checkpoints.save(3, weights(3.0), {})
+        assert checkpoints.best() == Best(1, "eval/accuracy", 0.25)
+        assert checkpoints.steps() == [1, 3]
