@@ -26,7 +26,7 @@ from tooljax.evaluation.report import write_report
 from tooljax.model import tiny
 from tooljax.rollouts import InterruptedRollout, Sidecars, open_sidecars
 from tooljax.sft import cold_start
-from tooljax.trackers import write_best_and_worst
+from tooljax.trackers import read_metrics, write_best_and_worst
 from tooljax.train import train
 
 VOCAB = 512
@@ -105,6 +105,13 @@ def run(config: Config, sidecars: Sidecars, console: Console) -> Comparison | No
 def report(config: Config, comparison: Comparison, console: Console) -> None:
     """Prints the table and where to look further."""
     run_dir = Path(config.run.dir)
+    course = [
+        f"{row['eval/accuracy']:.3f} after step {row['step']}"
+        for row in read_metrics(run_dir / "metrics.jsonl")
+        if "eval/accuracy" in row
+    ]
+    if course:
+        console.print(f"held-out accuracy: {', '.join(course)}", soft_wrap=True, highlight=False)
     show(comparison, console)
     extremes = write_best_and_worst(run_dir, comparison.reference.evaluation.trajectories, count=10)
     console.print(f"report: {report_folder(config) / 'report.html'}", soft_wrap=True)

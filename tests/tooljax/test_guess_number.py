@@ -77,8 +77,9 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path):
     assert pq.read_table(first / "train.parquet").equals(pq.read_table(again / "train.parquet"))
 
 
-def play(game, **shares):
+def play(game, *, halving=0.0, error=0.0, early=0.0):
     """Demonstrations of it, each as (guesses, hints, answer)."""
+    shares = {"halving_share": halving, "error_share": error, "early_share": early}
     rng, hermes = random.Random(0), get_format("hermes")
     for _ in range(400):
         shown = guess_number.make_demonstration(rng, game, **shares)
@@ -94,7 +95,7 @@ def play(game, **shares):
 
 def test_demonstrations_without_mistakes_guess_only_what_is_possible():
     game = Game(low=20, secret=45)
-    for guesses, hints, answer in play(game, error_share=0, early_share=0):
+    for guesses, hints, answer in play(game):
         assert len(guesses) <= 5
         assert hints == [hint(45, number) for number in guesses]
         possible = set(range(20, 52))
@@ -105,15 +106,27 @@ def test_demonstrations_without_mistakes_guess_only_what_is_possible():
         assert len(guesses) == 5 or hints[-1] == "correct"
 
 
+def test_halving_a_range_worked_by_hand():
+    # 20 to 51: 35, then 36 to 51: 43, 44 to 51: 47, 44 to 46: 45.
+    for guesses, hints, answer in play(Game(low=20, secret=45), halving=1):
+        assert guesses == [35, 43, 47, 45]
+        assert hints == ["higher", "higher", "lower", "correct"]
+        assert answer == 45
+
+
+def test_halving_finds_every_number_in_six_guesses():
+    for secret in range(20, 52):
+        _, _, answer = next(play(Game(low=20, secret=secret), halving=1))
+        assert answer == secret
+
+
 def test_mistakes_have_the_shares_asked_for():
     game = Game(low=20, secret=45)
     # Answers without a guess: three standard deviations around 100 of 400.
-    at_once = sum(not guesses for guesses, _, _ in play(game, error_share=0, early_share=0.25))
+    at_once = sum(not guesses for guesses, _, _ in play(game, early=0.25))
     assert abs(at_once - 100) < 26
     # Told that 45 is higher than the first guess, guesses at or below it come from mistakes alone.
-    second = [
-        guesses[:2] for guesses, _, _ in play(game, error_share=1, early_share=0) if guesses[0] < 45
-    ]
+    second = [guesses[:2] for guesses, _, _ in play(game, error=1) if guesses[0] < 45]
     below = sum(b <= a for a, b in second)
     expected = sum(a - 19 for a, _ in second) / 32
     assert abs(below - expected) < 3 * (len(second) / 4) ** 0.5
@@ -122,9 +135,7 @@ def test_mistakes_have_the_shares_asked_for():
 async def test_the_tool_says_what_demonstrations_have_it_say():
     tool = GuessNumberTool({}, None)
     assert guess_number.GUESS_SCHEMA == SCHEMA
-    for i, (guesses, hints, _) in enumerate(
-        play(Game(low=20, secret=45), error_share=0.5, early_share=0)
-    ):
+    for i, (guesses, hints, _) in enumerate(play(Game(low=20, secret=45), error=0.5)):
         await tool.create(str(i), secret=45, max_guesses=guess_number.MAX_GUESSES)
         told = [(await tool.execute(str(i), {"number": n}))[0].text for n in guesses]
         assert told == hints

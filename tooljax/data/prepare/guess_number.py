@@ -5,8 +5,8 @@ and demonstrations.jsonl. Everything derives from --seed. A game is a range of W
 tool says higher or lower MAX_GUESSES times, and the answer is the last guess. Ranges are split once: a held-out one
 occurs in no training game and in no demonstration.
 
-Halving the range finds any of 63 numbers in six guesses, so each of 32. Guessing evenly among what is possible, which
-is the best that demonstrations show, finds 70 % of 32; they also forget what they were told, and answer too early.
+Halving the range finds any of 63 numbers in six guesses, so each of 32; guessing at random among what is possible
+finds 70 %. Demonstrations do either from guess to guess, now and then forget what they were told, and answer too early.
 """
 
 import argparse
@@ -92,20 +92,25 @@ def to_record(game: Game, split: str, index: int) -> dict[str, Any]:
 
 
 def make_demonstration(
-    rng: random.Random, game: Game, *, error_share: float, early_share: float
+    rng: random.Random,
+    game: Game,
+    *,
+    halving_share: float,
+    error_share: float,
+    early_share: float,
 ) -> dict[str, Any]:
     """One game played badly.
 
-    Before each guess a share `early_share` gives up and answers. Guesses and answers are drawn evenly among what is
-    possible; a share `error_share` of the guesses, from the whole range. What follows a guess really would follow it.
+    Before each guess a share `early_share` gives up and answers. Of the guesses, a share `halving_share` is the middle
+    of what is possible and a share `error_share` any number of the range; the others, and answers, are drawn from what
+    is possible. What follows a guess really would follow it.
     """
     messages = [{"role": "user", "content": game.question}]
     low, high = game.low, game.high
     for _ in range(MAX_GUESSES):
         if rng.random() < early_share:
             break
-        forgets = rng.random() < error_share
-        number = rng.randint(*(game.low, game.high) if forgets else (low, high))
+        number = _guess(rng, game, (low, high), halving_share, error_share)
         told = hint(game.secret, number)
         messages.append({"role": "assistant", "content": call(number)})
         messages.append({"role": "tool", "content": told})
@@ -118,6 +123,21 @@ def make_demonstration(
             high = min(high, number - 1)
     messages.append({"role": "assistant", "content": f"#### {rng.randint(low, high)}"})
     return {"messages": messages, "tools": [GUESS_SCHEMA]}
+
+
+def _guess(
+    rng: random.Random,
+    game: Game,
+    possible: tuple[int, int],
+    halving_share: float,
+    error_share: float,
+) -> int:
+    kind = rng.random()
+    if kind < halving_share:
+        return sum(possible) // 2
+    if kind < halving_share + error_share:
+        return rng.randint(game.low, game.high)
+    return rng.randint(*possible)
 
 
 def hint(secret: int, number: int) -> str:
@@ -141,20 +161,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=int, default=1504, help="training games (default 1504)")
     parser.add_argument("--heldout", type=int, default=384, help="held-out games (default 384)")
     parser.add_argument(
-        "--demonstrations", type=int, default=20000, help="demonstrations (default 20000)"
+        "--demonstrations", type=int, default=32000, help="demonstrations (default 32000)"
     )
-    parser.add_argument(
-        "--error_share",
-        type=float,
-        default=0.2,
-        help="guesses that forget what was said (default 0.2)",
-    )
-    parser.add_argument(
-        "--early_share",
-        type=float,
-        default=0.05,
-        help="turns that answer instead of guessing (default 0.05)",
-    )
+    for name, share, what in (
+        ("halving", 0.5, "guesses that halve what is possible"),
+        ("error", 0.1, "guesses that forget what was said"),
+        ("early", 0.1, "turns that answer instead of guessing"),
+    ):
+        parser.add_argument(
+            f"--{name}_share", type=float, default=share, help=f"{what} (default {share})"
+        )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -177,7 +193,11 @@ def run(args: argparse.Namespace) -> None:
     lines = [
         json.dumps(
             make_demonstration(
-                rng, game, error_share=args.error_share, early_share=args.early_share
+                rng,
+                game,
+                halving_share=args.halving_share,
+                error_share=args.error_share,
+                early_share=args.early_share,
             )
         )
         for game in demonstrated
