@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from rollout_sidecar.protocol import ServedWeights
 from tooljax.batch import TrainBatch
+from tooljax.distributed import to_host
 from tooljax.grpo.mismatch import measure
 from tooljax.mismatch_scoring import TEMPERATURES, HeadValues, at_temperatures, head_values
 from tooljax.model.decoder import DecoderConfig
@@ -325,7 +326,7 @@ def _forward(graphdef: nnx.GraphDef, cfg: DecoderConfig) -> Callable[..., Array]
 
 
 def _bytes(array: jax.Array) -> memoryview:
-    return np.array(array, copy=True, order="C").reshape(-1).view(np.uint8).data
+    return np.array(to_host(array), copy=True, order="C").reshape(-1).view(np.uint8).data
 
 
 def _leaves(params: Params) -> list[tuple[Any, Array]]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from tooljax.distributed import to_host
 from tooljax.model.decoder import project
 
 TEMPERATURES = 16
@@ -76,7 +77,7 @@ def _chunks(hidden: Array, targets: np.ndarray) -> tuple[Array, np.ndarray]:
 
 
 def _flat(values: Array, tokens: int) -> np.ndarray:
-    host = jax.device_get(values)
+    host = to_host(values)
     return host.reshape(host.shape[0] * CHUNK, *host.shape[2:])[:tokens]
 
 

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from tooljax.config import Config
+from tooljax.distributed import is_first, to_host
 from tooljax.model import hf
 from tooljax.model.decoder import DecoderConfig
 from tooljax.objective import make_objective
@@ -50,8 +51,13 @@ class Policy:
         return hf.to_hf(self.shape, nnx.merge(self.graphdef, params))
 
     def save(self, params: Params, folder: str | Path) -> None:
-        """Writes a Hugging Face folder with the tokenizer and template of the one the policy came from."""
-        hf.save(nnx.merge(self.graphdef, params), folder, source=self.folder)
+        """Writes a Hugging Face folder with the tokenizer and template of the one the policy came from. Every process
+        of a run must call it; the first one writes."""
+        if is_first():
+            hf.save(nnx.merge(self.graphdef, params), folder, source=self.folder)
+            return
+        for _, tensor in self.tensors(params):
+            to_host(tensor)
 
 
 def layout_of(config: Config) -> Layout:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from tooljax.config.types import Range
+from tooljax.config.types import CountOrZero, Range
 
 AxisSize = Annotated[int, Range(low=-1)]
 """A number of devices, or -1."""
@@ -12,7 +12,8 @@ AxisSize = Annotated[int, Range(low=-1)]
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices of the trainer, as a grid with four axes: what each axis splits is in `tooljax.sharding`. One of them may
-    be -1, which takes all devices that the others leave; with none, as many devices are used as their product says."""
+    be -1, which takes all devices that the others leave; with none, as many devices are used as their product says. On
+    several hosts these are the devices of all."""
 
     data: AxisSize = 1
     """Copies of the weights; rows of the batch are split over them."""
@@ -23,6 +24,13 @@ class MeshConfig:
     """Parts of attention heads, feed-forward and vocabulary. It must divide the number of key/value heads."""
     context: AxisSize = 1
     """Parts of a row's tokens, for trajectories too long for one device. It must divide batch.row_lengths."""
+    coordinator: str = ""
+    """Where the processes of a run on several hosts meet: host:port of process 0, or auto for what Cloud TPU, SLURM,
+    Kubernetes or JAX_COORDINATOR_ADDRESS say. Empty: one process (docs/many_hosts.md)."""
+    processes: CountOrZero = 0
+    """How many there are, one a host; 0 for what the environment says."""
+    process_id: AxisSize = -1
+    """Which one this is, from 0; -1 for what the environment says, so that all hosts can have the same config."""
 
     @property
     def sizes(self) -> dict[str, int]:

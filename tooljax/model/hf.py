@@ -24,6 +24,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tooljax.distributed import to_host
 from tooljax.model.decoder import Decoder, DecoderConfig, layer_shapes
 from tooljax.model.hf_config import KEPT_FIELDS, config_fields, read_config
 from tooljax.model.hf_names import (
@@ -320,7 +321,7 @@ def _write_weights(decoder: Decoder, folder: Path, max_shard_bytes: int) -> None
     tensors = to_hf(decoder.cfg, decoder)
     for file, shard in zip(files, plan, strict=True):
         # safetensors writes the buffer as it lies in memory, so it must be contiguous.
-        held = {n: np.ascontiguousarray(jax.device_get(t)) for n, t in islice(tensors, len(shard))}
+        held = {n: np.ascontiguousarray(to_host(t)) for n, t in islice(tensors, len(shard))}
         save_file(held, folder / file, metadata={"format": "pt"})
     if len(plan) > 1:
         weight_map = {n: file for file, shard in zip(files, plan, strict=True) for n in shard}
