@@ -190,6 +190,9 @@ REGISTRY: dict[str, Metric] = {
         "At a run's start: how much likelier sampled tokens are than they should be, in standard errors."
     ),
     "time/{phase}_s": Metric("Wall time of one phase of the step; time/step_s is all of it.", "s"),
+    "distribution/{name}/{quantile}": Metric(
+        "Least, greatest and quantiles of a distribution, where a tracker has no histograms."
+    ),
     # evaluation
     "eval/accuracy": Metric("Held-out trajectories called correct.", "fraction"),
     "eval/pass_at_{k}": Metric("Chance that one of k samples is correct; unbiased.", "fraction"),

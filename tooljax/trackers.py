@@ -1,5 +1,8 @@
 """Where metrics and trajectories go: metrics.jsonl always; TensorBoard, MLflow and WandB as configured.
 
+Metrics have the same names in all. TensorBoard and WandB have histograms and sample conversations too; metrics.jsonl
+and MLflow have quantiles of the histograms, as metrics.
+
 A run that is resumed leaves no duplicates in metrics.jsonl and in TensorBoard: what they say of steps after the
 restored one is dropped. MLflow and WandB continue the same run, but cannot forget: MLflow keeps both values of a step
 that was made twice, WandB the first.
@@ -12,21 +15,37 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from rollout_sidecar.protocol import Trajectory
 from tooljax.config import Config, to_gin
+from tooljax.histograms import Values, buckets, finite, quantiles
 from tooljax.metrics import check_names
 
 
-class Tracker(Protocol):
-    """A place for metrics and texts."""
+@dataclass(frozen=True)
+class Logged:
+    """What belongs to one step."""
 
-    def log(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Writes what belongs to one step. Texts are markdown."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Markdown."""
+    distributions: Mapping[str, Values] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Metrics, and quantiles of the distributions: all that a tracker without histograms can carry."""
+        return {**self.metrics, **quantiles(self.distributions)}
+
+
+class Tracker(Protocol):
+    """A place for what a step logs."""
+
+    def log(self, step: int, logged: Logged) -> None:
+        """Writes as much of it as the tracker can carry."""
         ...
 
     def close(self) -> None:
@@ -66,19 +85,24 @@ class Trackers:
         self.close()
 
     def log(
-        self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory] = ()
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        trajectories: Sequence[Trajectory] = (),
+        distributions: Mapping[str, Values] | None = None,
     ) -> None:
-        """Writes the metrics of a step, and a few of its trajectories as text.
+        """Writes the metrics of a step, a few of its trajectories as text, and how values are distributed.
 
-        Raises ValueError for a metric that tooljax.metrics does not register.
+        Raises ValueError for a metric or distribution that tooljax.metrics does not register.
         """
-        check_names(metrics)
         values = {name: float(value) for name, value in metrics.items()}
         count = min(self._samples, len(trajectories))
         shown = [trajectories[i * len(trajectories) // count] for i in range(count)]
         texts = {f"samples/{i}": render_trajectory(t) for i, t in enumerate(shown)}
+        logged = Logged(values, texts, finite(distributions or {}))
+        check_names(logged.numbers)
         for tracker in self._trackers:
-            tracker.log(step, values, texts)
+            tracker.log(step, logged)
 
     def close(self) -> None:
         """Closes all, even if one fails."""
@@ -95,9 +119,10 @@ class JsonLines:
         _write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = path.open("a")
 
-    def log(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
+    def log(self, step: int, logged: Logged) -> None:
         """Appends a line; it is on disk when this returns, and so before the step's checkpoint."""
-        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        numbers = logged.numbers.items()
+        row = {name: value if math.isfinite(value) else None for name, value in numbers}
         self._file.write(json.dumps({"step": step, **row}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -108,18 +133,27 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars, sample conversations and the config, under <run.dir>/tensorboard."""
+    """Scalars, histograms, sample conversations, the config and its settings, under <run.dir>/tensorboard."""
 
     def __init__(self, config: Config, run_dir: Path, resume_step: int):
-        from tooljax.tensorboard import TensorBoardWriter  # 0.3 s, and only if it is wanted
+        # 0.3 s, and only if it is wanted
+        from tooljax.tensorboard import RESULTS, STORY, TensorBoardWriter
 
         self._writer = TensorBoardWriter(run_dir / "tensorboard", resume_step=resume_step)
         self._writer.text(resume_step, "config", _fenced(to_gin(config)))
+        self._writer.layout(resume_step, STORY)
+        settings = {
+            name: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for name, value in _flat(asdict(config)).items()
+        }
+        self._writer.hparams(resume_step, settings, RESULTS)
 
-    def log(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
+    def log(self, step: int, logged: Logged) -> None:
         """Writes and flushes, so that a running dashboard shows the step."""
-        self._writer.scalars(step, metrics)
-        for name, text in texts.items():
+        self._writer.scalars(step, logged.metrics)
+        for name, values in logged.distributions.items():
+            self._writer.histogram(step, name, values)
+        for name, text in logged.texts.items():
             self._writer.text(step, name, text)
         self._writer.flush()
 
@@ -144,9 +178,9 @@ class MLflow:
         ids.set("mlflow", run.info.run_id)
         self._mlflow = mlflow
 
-    def log(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Sends the metrics; texts stay in TensorBoard and trajectories/."""
-        self._mlflow.log_metrics(dict(metrics), step=step, synchronous=True)
+    def log(self, step: int, logged: Logged) -> None:
+        """Sends the metrics, and quantiles; texts stay in TensorBoard and trajectories/."""
+        self._mlflow.log_metrics(logged.numbers, step=step, synchronous=True)
 
     def close(self) -> None:
         """Ends the run."""
@@ -154,7 +188,7 @@ class MLflow:
 
 
 class WandB:
-    """Metrics, config and sample conversations in Weights & Biases; WANDB_MODE=offline keeps them here."""
+    """Metrics, histograms, config and sample conversations in Weights & Biases; WANDB_MODE=offline keeps them here."""
 
     def __init__(self, config: Config, run_dir: Path, resume_step: int):
         self._wandb = _optional("wandb")
@@ -170,10 +204,15 @@ class WandB:
         )
         ids.set("wandb", self._run.id)
 
-    def log(self, step: int, metrics: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Sends metrics and texts."""
-        pages = {k: self._wandb.Html(f"<pre>{html.escape(v)}</pre>") for k, v in texts.items()}
-        self._run.log({**metrics, **pages}, step=step)
+    def log(self, step: int, logged: Logged) -> None:
+        """Sends metrics, histograms and texts."""
+        page, texts = self._wandb.Html, logged.texts.items()
+        pages = {name: page(f"<pre>{html.escape(text)}</pre>") for name, text in texts}
+        histograms = {
+            name: self._wandb.Histogram(np_histogram=buckets(values))
+            for name, values in logged.distributions.items()
+        }
+        self._run.log({**logged.metrics, **histograms, **pages}, step=step)
 
     def close(self) -> None:
         """Waits until all is sent or written."""

@@ -21,6 +21,7 @@ from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args
 from tooljax.curriculum.source import Source, open_source
 from tooljax.data.records import read_tasks
+from tooljax.distributions import distributions
 from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
 from tooljax.evaluation.best import better, check_best_metric
 from tooljax.grpo.controller import KlController
@@ -91,7 +92,10 @@ def train(config: Config, sidecars: Sidecars) -> int:
                     metrics |= run.evaluate(step)
             metrics |= run.guard.metrics()
             told = with_speed(metrics | progress.timings())
-            trackers.log(step, told, [t for group in groups for t in group])
+            spread = distributions(
+                groups, credit, batch, run.updater.seen, run.updater.prepared
+            )
+            trackers.log(step, told, [t for group in groups for t in group], spread)
             progress.step(step, metrics)
             # After logging: a step that was saved is a step that was logged. What a run is ended for is not saved.
             run.guard.require()

@@ -1,13 +1,18 @@
 """Trackers: what was written is read back with each tracker's own reader."""
 
+# The classes of TensorBoard's protobuf modules exist at run time only.
+# pyright: reportAttributeAccessIssue=false
+
 import json
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rollout_sidecar.protocol import ToolCallRecord, Trajectory, Turn
 from tooljax.config import Config, RunConfig, TrackConfig, to_gin
+from tooljax.metrics import describe
 from tooljax.trackers import (
     Trackers,
     best_and_worst,
@@ -117,21 +122,107 @@ def test_tensorboard_reads_scalars_texts_and_config(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer:DeprecationWarning")  # TensorBoard's own
 def test_the_text_dashboard_shows_a_sample(tmp_path):
-    from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
     from tensorboard.context import RequestContext
-    from tensorboard.plugins.base_plugin import TBContext
     from tensorboard.plugins.text.text_plugin import TextPlugin
 
     with Trackers(config(tmp_path, tensorboard=True)) as trackers:
         trackers.log(1, {"reward/mean": 0.25}, [trajectory()])
+    plugin = TextPlugin(served(tmp_path))
+    [shown] = plugin.text_impl(RequestContext(), "tensorboard", "samples/0", "", True)
+    assert "<strong>reward 1</strong>" in shown["text"]
+    assert "&lt;tool_call&gt;" in shown["text"]
+
+
+def test_tensorboard_has_histograms_and_metrics_jsonl_their_quantiles(tmp_path):
+    values = np.array([0.0, 1.0, 2.0, 3.0, 100.0, np.inf])
+    with Trackers(config(tmp_path, tensorboard=True)) as trackers:
+        trackers.log(1, {"reward/mean": 0.5}, [], {"distribution/reward": values})
+        trackers.log(2, {}, [], {"distribution/reward": np.array([np.nan])})
+    [event] = events(tmp_path).Histograms("distribution/reward")  # of nothing, none
+    told = event.histogram_value
+    assert (event.step, told.min, told.max, told.num, told.sum) == (1, 0.0, 100.0, 5, 106.0)
+    # 40 buckets of 2.5: the first holds 0, 1 and 2, the second 3, the last 100.
+    assert told.bucket_limit[:2] == [2.5, 5.0]
+    assert told.bucket[:2] + told.bucket[-1:] == [3, 1, 1]
+    assert "distribution/reward/p50" not in events(tmp_path).Tags()["scalars"]
+    # p5 of five values lies 0.2 of the way from the first to the second, p95 0.8 from the fourth to the fifth.
+    row, empty = read_metrics(tmp_path / "metrics.jsonl")
+    quantiles = {"min": 0.0, "p5": 0.2, "p50": 2.0, "p95": 80.6, "max": 100.0}
+    expected = {f"distribution/reward/{name}": value for name, value in quantiles.items()}
+    assert row == pytest.approx({"step": 1, "reward/mean": 0.5} | expected)
+    assert empty == {"step": 2}
+
+
+def served(tmp_path):
+    """A run as the plugins of TensorBoard's server get it."""
+    from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
+    from tensorboard.plugins.base_plugin import TBContext
+
     multiplexer = plugin_event_multiplexer.EventMultiplexer()
     multiplexer.AddRunsFromDirectory(str(tmp_path))
     multiplexer.Reload()
     provider = data_provider.MultiplexerDataProvider(multiplexer, str(tmp_path))
-    plugin = TextPlugin(TBContext(data_provider=provider))
-    [shown] = plugin.text_impl(RequestContext(), "tensorboard", "samples/0", "", True)
-    assert "<strong>reward 1</strong>" in shown["text"]
-    assert "&lt;tool_call&gt;" in shown["text"]
+    return TBContext(data_provider=provider, plugin_name_to_instance={})
+
+
+def test_the_first_page_tells_the_story(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+    from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+    from tensorboard.plugins.scalar.scalars_plugin import ScalarsPlugin
+
+    with Trackers(config(tmp_path, tensorboard=True)) as trackers:
+        trackers.log(1, {"rollout/accuracy": 0.25, "rollout/accuracy_with_tools": 0.5})
+        trackers.log(2, {"rollout/accuracy": 0.75})
+    read = events(tmp_path)
+    [event] = read.Tensors(metadata.CONFIG_SUMMARY_TAG)
+    plugin = read.SummaryMetadata(metadata.CONFIG_SUMMARY_TAG).plugin_data.plugin_name
+    assert plugin == metadata.PLUGIN_NAME
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = [chart for category in layout.category for chart in category.chart]
+    patterns = [tag for chart in charts for tag in chart.multiline.tag]
+    names = [pattern.removeprefix("^").removesuffix("$") for pattern in patterns]
+    assert all(describe(name) for name in names), names
+    story = {"reward/mean", "eval/accuracy", "tools/use_rate", "policy/kl_mismatch"}
+    assert story | {"perf/tokens_per_s"} <= set(names)
+    assert layout.category[0].title == "Does it learn?"
+    # Each pattern is of one metric: that of accuracy finds no accuracy with tools.
+    context = served(tmp_path)
+    assert context.plugin_name_to_instance is not None
+    context.plugin_name_to_instance["scalars"] = ScalarsPlugin(context)
+    shown = CustomScalarsPlugin(context)
+    found = shown.scalars_impl(RequestContext(), "tensorboard", "^rollout/accuracy$", "")
+    assert {tag: [row[1:] for row in rows] for tag, rows in found["tag_to_events"].items()} == {
+        "rollout/accuracy": [(1, 0.25), (2, 0.75)]
+    }
+
+
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer:DeprecationWarning")  # TensorBoard's own
+def test_the_table_of_hyperparameters_has_every_setting_and_the_last_result(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+
+    cfg = config(tmp_path, tensorboard=True)
+    with Trackers(cfg) as trackers:
+        trackers.log(1, {"eval/accuracy": 0.25})
+        trackers.log(2, {"eval/accuracy": 0.5})
+    context = backend_context.Context(served(tmp_path))
+    statuses = [api_pb2.STATUS_UNKNOWN]  # it is not said that a run has ended: it may go on
+    request = api_pb2.ListSessionGroupsRequest(slice_size=10, allowed_statuses=statuses)
+    asked = RequestContext()
+    found = list_session_groups.Handler(asked, context, "", request).run()
+    [group] = found.session_groups
+    settings = dict(group.hparams.items())
+    assert settings["grpo.group_size"].number_value == cfg.grpo.group_size
+    assert settings["track.tensorboard"].bool_value is True
+    assert settings["run.dir"].string_value == str(tmp_path)
+    assert json.loads(settings["data.train"].string_value) == list(cfg.data.train)
+    values = {
+        metric.name.tag: (metric.value, metric.training_step) for metric in group.metric_values
+    }
+    assert values["eval/accuracy"] == (0.5, 2)
 
 
 def test_tensorboard_forgets_steps_that_a_resumed_run_makes_again(tmp_path):
@@ -169,7 +260,8 @@ def test_mlflow_has_the_metrics_and_goes_on_in_the_same_run(tmp_path, monkeypatc
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     cfg = config(tmp_path, mlflow=True, project="sums")
     with Trackers(cfg) as trackers:
-        trackers.log(1, {"reward/mean": 0.25, "tools/calc/calls": 3.0}, [trajectory()])
+        spread = {"distribution/turns": np.array([1.0, 2.0, 3.0])}
+        trackers.log(1, {"reward/mean": 0.25, "tools/calc/calls": 3.0}, [trajectory()], spread)
         trackers.log(2, {"reward/mean": 0.5})
     with Trackers(cfg, resume_step=2) as trackers:
         trackers.log(3, {"reward/mean": 0.75})
@@ -179,6 +271,7 @@ def test_mlflow_has_the_metrics_and_goes_on_in_the_same_run(tmp_path, monkeypatc
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert run.data.metrics["tools/calc/calls"] == 3
+    assert run.data.metrics["distribution/turns/p50"] == 2
     assert run.data.params["grpo.group_size"] == str(cfg.grpo.group_size)
     assert run.info.status == "FINISHED"
 
@@ -188,13 +281,15 @@ def test_wandb_writes_a_run_offline(tmp_path, monkeypatch, capfd):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     cfg = config(tmp_path, wandb=True)
+    spread = {"distribution/turns": np.array([1.0, 2.0, 3.0])}
     with Trackers(cfg) as trackers:
-        trackers.log(1, {"reward/mean": 0.25}, [trajectory()])
+        trackers.log(1, {"reward/mean": 0.25}, [trajectory()], spread)
     with Trackers(cfg, resume_step=1) as trackers:
         trackers.log(2, {"reward/mean": 0.5})
     records = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(records) == 2
     assert b"reward/mean" in records[0].read_bytes()
+    assert b"distribution/turns" in records[0].read_bytes()
     run_id = json.loads((tmp_path / "tracker_runs.json").read_text())["wandb"]
     assert [path.stem for path in records] == [f"run-{run_id}"] * 2
     assert capfd.readouterr().out == ""
