@@ -135,6 +135,10 @@ REGISTRY: dict[str, Metric] = {
     "rollout/refill_batches": Metric("Batches of prompts that a step sampled.", "batches"),
     "policy/lag/mean": Metric("Steps between sampling policy and trained policy.", "steps"),
     "policy/lag/max": Metric("The same, of the oldest token.", "steps"),
+    "policy/lag/dropped_frac": Metric(
+        "Trajectories that were left out because a token was older than async.max_policy_lag.",
+        "fraction",
+    ),
     # curriculum: pools by pass rate, and stages, where there are any
     "curriculum/pool/{name}/size": Metric(
         "Tasks of the stage in this pool, or unknown: never measured.", "tasks"

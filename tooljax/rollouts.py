@@ -1,6 +1,6 @@
-"""Asks the sidecars for trajectories, and hands them weights, over `tooljax.fleet`, which decides who does what and goes
-on without a sidecar that fails. The fleet's event loop has a thread of its own: rollouts that were started go on while
-the trainer computes.
+"""Asks the sidecars for trajectories, and hands them weights, over `tooljax.fleet`, which decides who does what and
+goes on without a sidecar that fails. The fleet's event loop has a thread of its own: rollouts that were started go on
+while the trainer computes.
 
 Results are collated by (task, sample), never by arrival, and seeds derive from those too: what the trainer sees depends
 neither on timing nor on how many sidecars there are.

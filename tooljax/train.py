@@ -1,8 +1,9 @@
 """Trains a tool-using policy with GRPO: `python -m tooljax.train --config configs/x.gin --set grpo.kl_coef=0.01`.
 
-One step: take tasks ▸ roll them out in the sidecars ▸ advantages ▸ batch ▸ update ▸ push the weights ▸ compare
-log-probs ▸ evaluate ▸ log ▸ save. Guard rails look on, and may leave an update out, take weights back or end the run.
-A run that finds checkpoints in its folder goes on after the newest; Ctrl-C and SIGTERM save and end.
+One step: take tasks ▸ roll them out in the sidecars, those of coming steps too where async says so ▸ advantages ▸ batch
+▸ update ▸ push the weights ▸ compare log-probs ▸ evaluate ▸ log ▸ save. Guard rails look on, and may leave an update
+out, take weights back or end the run. A run that finds checkpoints in its folder goes on after the newest; Ctrl-C and
+SIGTERM save and end.
 """
 
 import sys
@@ -14,15 +15,16 @@ from typing import Any
 import jax
 
 from rollout_sidecar.client import SidecarError
-from rollout_sidecar.protocol import SamplingParams, Task
+from rollout_sidecar.protocol import Task
 from rollout_sidecar.tokenizer import ChatTokenizer
+from tooljax.async_rollouts import AsyncRollouts
 from tooljax.batch import Batch
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args
 from tooljax.curriculum.source import Source, open_source
 from tooljax.data.records import read_tasks
 from tooljax.distributions import distributions
-from tooljax.evaluate import evaluate, held_out_tasks, limits, reward_weights, sampling
+from tooljax.evaluate import evaluate, held_out_tasks, reward_weights
 from tooljax.evaluation.best import better, check_best_metric
 from tooljax.grpo.controller import KlController
 from tooljax.guards import Guard, GuardStop
@@ -40,10 +42,8 @@ from tooljax.store.store import Credit, TrajectoryStore
 from tooljax.trackers import Trackers
 from tooljax.training_batch import (
     make_batch,
-    refilled,
     sampled,
     why_untrainable,
-    with_greedy,
     with_kl_in_reward,
 )
 from tooljax.update import Metrics, TrainState, Updater
@@ -68,7 +68,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
         while step < config.run.steps and not sidecars.stop_requested:
             try:
                 with progress.phase("rollout"):
-                    groups = run.rollout(step, progress)
+                    groups = run.rollouts.take(step, progress.rollout)
             except InterruptedRollout:
                 break
             step += 1
@@ -117,6 +117,7 @@ class Run:
     sidecars: Sidecars
     policy: Policy
     source: Source
+    rollouts: AsyncRollouts
     held_out: list[Task]
     updater: Updater
     checkpointer: Checkpointer
@@ -129,7 +130,7 @@ class Run:
     @property
     def parts(self) -> dict[str, Any]:
         """What a checkpoint holds beside the training state, by name: each has `state` and `restore`."""
-        return {"origin": self.origin, "source": self.source, "kl": self.kl, "guard": self.guard}
+        return {"origin": self.origin, "source": self.rollouts, "kl": self.kl, "guard": self.guard}
 
     @property
     def dir(self) -> Path:
@@ -163,11 +164,13 @@ class Run:
             total_updates=config.run.steps * config.grpo.updates_per_batch,
             learning_rate=config.optimizer.learning_rate,
         )
+        source = open_source(config, tasks)
         run = cls(
             config,
             sidecars,
             policy,
-            open_source(config, tasks),
+            source,
+            AsyncRollouts(config, sidecars, source),
             held_out_tasks(config),
             updater,
             Checkpointer(run_dir / "checkpoints", keep=config.checkpoint.keep),
@@ -224,6 +227,7 @@ class Run:
             return state
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # there may be no memory for two
+        self.rollouts.give_up()  # they are of weights that are no more
         state, back, _ = self.newest()
         self.guard.rolled_back(step - back)
         return state
@@ -252,39 +256,6 @@ class Run:
         except SidecarError:
             if self.sidecars.stop_requested:
                 return Verdict({})
-            raise
-
-    def rollout(self, step: int, progress: Progress) -> Groups:
-        """Trajectories of the next tasks. Interrupted, the tasks are still to come."""
-        position, first = self.source.state(), (self.config.run.seed, step)
-
-        def sample(batch: int) -> Groups:
-            tasks, seed = self.source.next(step, batch), (*first, batch) if batch else first
-            groups = play(tasks, self.config.grpo.group_size, seed, sampling(self.config.sampling))
-            if self.config.grpo.adv_estimator != "remax":
-                return groups
-            return with_greedy(groups, play(tasks, 1, seed, SamplingParams(temperature=0.0)))
-
-        def play(
-            tasks: list[Task], samples: int, seed: tuple[int, ...], params: SamplingParams
-        ) -> Groups:
-            return self.sidecars.rollout(
-                tasks,
-                samples=samples,
-                seed=seed,
-                sampling=params,
-                limits=limits(self.config.limits),
-                reward_weights=reward_weights(self.config.reward, step),
-                quorum=self.config.sidecar.quorum,
-                straggler_timeout_s=self.config.sidecar.straggler_timeout_s,
-                step=step,
-                on_progress=progress.rollout,
-            )
-
-        try:
-            return refilled(self.config, sample)
-        except InterruptedRollout:
-            self.source.restore(position)
             raise
 
     def update(
@@ -344,8 +315,13 @@ class Run:
                 f"ended as {first.status}: {first.error or 'see the trajectories folder'}",
                 file=sys.stderr,
             )
-        lag = max(self.sidecars.policy_lag(trajectory, step - 1) for trajectory in trajectories)
-        return {**rollout_metrics(trajectories), "policy/lag/max": float(lag)}
+        bound, now = self.config.async_.max_policy_lag, step - 1
+        late = sum(self.sidecars.policy_lag(each, now) > bound for each in trajectories)
+        return {
+            "policy/lag/max": 0.0,  # where nothing was sampled
+            "policy/lag/dropped_frac": late / len(trajectories),
+            **rollout_metrics(trajectories, policy_version=self.sidecars.version_of(now)),
+        }
 
     def evaluate(self, step: int) -> Metrics:
         """Metrics on held-out tasks, with the weights that the sidecars serve; none if it is interrupted."""

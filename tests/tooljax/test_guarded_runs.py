@@ -33,7 +33,7 @@ from tooljax.guards import GuardStop
 from tooljax.policy import Policy, abstract_state, make_updater
 from tooljax.progress import Progress
 from tooljax.replay import replay_step
-from tooljax.rollouts import InterruptedRollout, Sidecars
+from tooljax.rollouts import InterruptedRollout, Rollout, Sidecars
 from tooljax.store import read_step
 from tooljax.train import Run, train
 
@@ -279,6 +279,19 @@ def test_a_best_metric_that_is_none_is_told_before_anything_is_loaded(config, si
         train(config, sidecars)
 
 
+class Made(Rollout):
+    """One that has ended."""
+
+    def __init__(self, groups):
+        self.groups = groups
+
+    def take(self):
+        return self.groups
+
+    def give_up(self):
+        pass
+
+
 def test_each_batch_of_a_refill_has_seeds_of_its_own_and_interrupted_all_its_tasks_come_again(
     config, sidecars, monkeypatch
 ):
@@ -288,21 +301,22 @@ def test_each_batch_of_a_refill_has_seeds_of_its_own_and_interrupted_all_its_tas
     before = run.source.state()
     asked = []
 
-    def rollout(tasks, *, seed, **options):
+    def start(tasks, *, seed, **options):
         asked.append((tuple(task.task_id for task in tasks), seed))
         if len(asked) == 3:
             raise InterruptedRollout
-        return [[trajectory(0.0, task=i, sample=j) for j in range(2)] for i in range(len(tasks))]
+        groups = [[trajectory(0.0, task=i, sample=j) for j in range(2)] for i in range(len(tasks))]
+        return Made(groups)
 
-    monkeypatch.setattr(sidecars, "rollout", rollout)
+    monkeypatch.setattr(sidecars, "start", start)
     with Progress("off", 3, title="", start=0) as progress:
         with pytest.raises(InterruptedRollout):
-            run.rollout(5, progress)
+            run.rollouts.take(5, progress.rollout)
         assert [seed for _, seed in asked] == [(0, 5), (0, 5, 1), (0, 5, 2)]
         assert len({tasks for tasks, _ in asked}) == 3
         assert run.source.state() == before
         # Taken up again, they are the same.
-        groups = run.rollout(5, progress)
+        groups = run.rollouts.take(5, progress.rollout)
     assert asked[3:] == [*asked[:3], (asked[6][0], (0, 5, 3))]
     assert [group[0].task_index for group in groups] == list(range(8))
 
@@ -312,13 +326,14 @@ def test_remax_asks_for_a_greedy_trajectory_of_each_prompt(config, sidecars, mon
     run = Run.open(config, sidecars)
     asked = []
 
-    def rollout(tasks, *, samples, seed, sampling, **options):
+    def start(tasks, *, samples, seed, sampling, **options):
         asked.append(([task.task_id for task in tasks], samples, seed, sampling.temperature))
-        return [[trajectory(1.0, task=i) for _ in range(samples)] for i in range(len(tasks))]
+        groups = [[trajectory(1.0, task=i) for _ in range(samples)] for i in range(len(tasks))]
+        return Made(groups)
 
-    monkeypatch.setattr(sidecars, "rollout", rollout)
+    monkeypatch.setattr(sidecars, "start", start)
     with Progress("off", 3, title="", start=0) as progress:
-        groups = run.rollout(5, progress)
+        groups = run.rollouts.take(5, progress.rollout)
     (tasks, *sampled), (again, *greedy) = asked
     assert tasks == again
     assert sampled == [2, (0, 5), config.sampling.temperature]

@@ -9,6 +9,7 @@ import xxhash
 
 from rollout_sidecar.protocol import Task
 from tooljax.config import Config
+from tooljax.config.asynchronous import groups_started
 from tooljax.curriculum.base import Curriculum, Seen, pass_rate
 from tooljax.curriculum.pools import Pools
 from tooljax.curriculum.sampler import UserSampler
@@ -20,9 +21,14 @@ from tooljax.update import Metrics
 
 def open_source(config: Config, tasks: Sequence[Task]) -> "Source":
     """The source of a run's tasks. ValueError if there are too few, or the curriculum does not fit them."""
-    data, chosen = config.data, config.curriculum
+    data, chosen, per_step = config.data, config.curriculum, groups_started(config)
+    if len(tasks) < per_step and per_step > data.prompts_per_step:
+        raise ValueError(
+            f"async.oversampling={config.async_.oversampling:g} times data.prompts_per_step={data.prompts_per_step} "
+            f"are {per_step} tasks a step, and data.train has {len(tasks)}; lower one of them, or add tasks"
+        )
     shared: dict[str, Any] = {
-        "prompts_per_step": data.prompts_per_step,
+        "prompts_per_step": per_step,
         "seed": config.run.seed,
         "shuffle": data.shuffle,
     }
@@ -119,7 +125,7 @@ def _choose(tasks: Sequence[Task], config: Config) -> tuple[str, Curriculum]:
     data, settings, seed = config.data, config.curriculum, config.run.seed
     if settings.class_path:
         return "sampler", UserSampler(tasks, config)
-    per_step = data.prompts_per_step
+    per_step = groups_started(config)
     plan = StagePlan(tasks, settings.stages, per_step=per_step)
     if settings.kind == "pools":
         pools = Pools(plan, tasks=len(tasks), per_step=per_step, seed=seed, settings=settings)
