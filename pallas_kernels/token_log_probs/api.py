@@ -4,7 +4,6 @@ There is one chooser, this file, and two exceptions: an implementation raises No
 this backend or these shapes (the next one is tried) and ValueError when the caller is wrong (nothing else is tried).
 """
 
-import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.token_log_probs import chunked, gpu, op, reference, tpu
+from pallas_kernels.token_log_probs import chunked, gpu, op, reference, spread, tpu
 from pallas_kernels.token_log_probs.problem import WHOLE, Head, Problem, Rows, Shards
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {
@@ -167,29 +166,18 @@ def _rows(hidden, head, targets, bias, master, temperature, soft_cap, valid, hea
     return {"targets": targets, "scale": jnp.where(valid, scale, 1.0), "valid": valid}
 
 
-def _check_spread(problem: Problem, hidden: Array, head: Array) -> None:
-    """ValueError for whole arrays that do not divide over the mesh."""
+def _check_spread(problem: Problem, head: Array) -> None:
+    """ValueError for axes that the mesh does not have, and for devices without a column."""
     shards = problem.shards
     if shards.mesh is None:
         return
-    sizes = {"tokens": hidden.shape[0], "vocab": problem.vocab(head)}
-    for what, axes in (("tokens", shards.tokens), ("vocab", shards.vocab)):
-        names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-        unknown = [name for name in names if name not in shards.mesh.shape]
-        if unknown:
-            raise ValueError(
-                f"shards.{what}={axes!r} names {unknown[0]!r}, which the mesh of {dict(shards.mesh.shape)} has not"
-            )
-        ways = math.prod(shards.mesh.shape[name] for name in names)
-        if sizes[what] % ways:
-            raise ValueError(
-                f"{what}={sizes[what]} does not divide over the {ways} devices of shards.{what}={axes!r}; "
-                + (
-                    "pad with tokens that are not valid"
-                    if what == "tokens"
-                    else "leave it whole: shards.vocab=None"
-                )
-            )
+    spread.ways(shards, "tokens")
+    ways, vocab = spread.ways(shards, "vocab"), problem.vocab(head)
+    if vocab < ways:
+        raise ValueError(
+            f"vocab={vocab} is less than the {ways} devices of shards.vocab={shards.vocab!r}; "
+            "leave it whole: shards.vocab=None"
+        )
 
 
 def _embed(head: Array, head_axes: str) -> int:
@@ -202,7 +190,7 @@ def _chosen(
     names = list(_IMPLEMENTATIONS)
     if implementation is not None and implementation not in names:
         raise ValueError(f"implementation={implementation!r} is unknown; choose one of {names}")
-    _check_spread(problem, hidden, head)
+    _check_spread(problem, head)
     reasons = []
     for name in names if implementation is None else [implementation]:
         try:

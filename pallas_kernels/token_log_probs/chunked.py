@@ -18,6 +18,7 @@ from pallas_kernels.token_log_probs.problem import (
     Problem,
     Rows,
     clean,
+    highest_over_vocab,
     product,
     tempered,
 )
@@ -52,7 +53,7 @@ def gradients(problem: Problem, rows: Rows, head: Head) -> Gradients:
 def fused(problem: Problem, rows: Rows, head: Head, slope_of: SlopeOf) -> tuple[Gradients, Rows]:
     """See chunks.fused."""
     chunk = _chunk(problem, rows, head)
-    return chunks.fused(problem, rows, head, chunk, _powers, slope_of)
+    return chunks.fused(problem, rows, head, chunk, _powers, slope_of, chunks.scattered)
 
 
 def _chunk(problem: Problem, rows: Rows, head: Head) -> int:
@@ -95,9 +96,7 @@ def _powers(problem: Problem, rows: Rows, head: Head, again: Array) -> Rows:
     """Relative to the row's maximum: always safe."""
     del again
     logits, bend = tempered_logits(problem, rows, head)
-    shift = jnp.max(logits, axis=1)
-    if problem.shards.vocab is not None:
-        shift = jax.lax.pmax(shift, problem.shards.vocab)
+    shift = highest_over_vocab(problem, jnp.max(logits, axis=1), rows)
     below = logits - shift[:, None]
     powers = jnp.exp(below)
     out = {"shift": shift, "total": jnp.sum(powers, axis=1)}

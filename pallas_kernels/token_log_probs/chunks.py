@@ -28,12 +28,18 @@ from pallas_kernels.token_log_probs.problem import (
 _UNSAFE = 2.0**64
 """A row whose sum of powers reaches this is computed anew, relative to its maximum."""
 
+MAX_POWER = 80.0
+"""Powers are cut off at e^80: finite in bfloat16, and far above the sum at which a chunk is computed anew."""
+
 PowersOf = Callable[[Problem, Rows, Head, Array], Rows]
 """(problem, rows with picked, head, again) -> shift, total, weighted [C] and powers [C, V] of exp(logits - shift).
 
 powers are rounded to hidden's dtype and, with a soft-cap, multiplied by its derivative. With `again` (a traced bool),
 no sum may overflow.
 """
+
+PutAtTargets = Callable[[Array, Array, Array], Array]
+"""(powers [C, V], targets [C], values [C]) -> powers with each token's value at its target, if that is not -1."""
 
 GradientOf = Callable[[Problem, Rows, Head], Array]
 """(problem, rows, head) -> d_logits [C, V] in hidden's dtype."""
@@ -88,6 +94,7 @@ def fused(
     chunk: int,
     powers_of: PowersOf,
     slope_of: SlopeOf,
+    put: PutAtTargets,
 ) -> tuple[Gradients, Rows]:
     """Gradients of a loss that depends on each token's log-prob alone, and picked, shift, total (and weighted).
 
@@ -102,28 +109,53 @@ def fused(
     def d_logits(rows: Rows, again: Array) -> tuple[Array, Array, Array, Rows]:
         local, bend = target_logits(problem, rows, head)
         picked = over_vocab(problem, local)
+        if "rest picked" in rows:
+            picked = picked + rows["rest picked"]
         got = powers_of(problem, rows | {"picked": picked}, head, again)
         powers, shift = got["powers"], got["shift"]
         names = ["total", "weighted"] if problem.entropy else ["total"]
         total = over_vocab(problem, jnp.stack([got[name] for name in names]))
-        out = {"picked": picked, "shift": shift} | dict(zip(names, total, strict=True))
+        sums = with_rest(rows, shift, dict(zip(names, total, strict=True)))
+        out = {"picked": picked, "shift": shift} | sums
         total = out["total"]
         valid = rows.get("valid", jnp.ones(total.shape, bool))
         good = again | jnp.all((total < _UNSAFE) | ~valid)
         slope = slope_of(jnp.minimum(picked - shift - jnp.log(total), 0.0), rows)
         weight = jnp.where(good & valid, -slope * rows["scale"] / total, 0.0)
         at_target = (jnp.exp(jnp.minimum(picked - shift, 0.0)) - total) * bend
-        columns = jnp.where(rows["targets"] >= 0, rows["targets"], powers.shape[1])
-        powers = powers.at[jnp.arange(chunk), columns].set(
-            at_target.astype(powers.dtype),
-            indices_are_sorted=True,
-            unique_indices=True,
-            mode="drop",
-        )
+        powers = put(powers, rows["targets"], at_target.astype(powers.dtype))
         return powers, weight, good, out
 
     names = ("picked", "shift", "total", *(("weighted",) if problem.entropy else ()))
     return _accumulated(problem, rows, head, chunk, d_logits, names)
+
+
+def scattered(powers: Array, targets: Array, values: Array) -> Array:
+    """PutAtTargets that writes C elements: for backends that do it in place."""
+    columns = jnp.where(targets >= 0, targets, powers.shape[1])
+    return powers.at[jnp.arange(powers.shape[0]), columns].set(
+        values, indices_are_sorted=True, unique_indices=True, mode="drop"
+    )
+
+
+def selected(powers: Array, targets: Array, values: Array) -> Array:
+    """PutAtTargets by comparison, elementwise: for backends that compute it while a product reads its operand."""
+    column = lax.broadcasted_iota(jnp.int32, powers.shape, 1)
+    return jnp.where(column == targets[:, None], values[:, None], powers)
+
+
+def with_rest(rows: Rows, shift: Array, sums: Rows) -> Rows:
+    """Sums of powers relative to `shift`, and those of the rest (see spread), whose statistics are in `rows`."""
+    if "rest highest" not in rows:
+        return sums
+    # Cut off as the kernels' powers are: finite, and enough for the row to be computed anew.
+    change = jnp.minimum(rows["rest highest"] - shift, MAX_POWER)
+    fade = jnp.exp(change)
+    out = {"total": sums["total"] + fade * rows["rest total"]}
+    if "weighted" in sums:
+        more = fade * (rows["rest weighted"] + change * rows["rest total"])
+        out["weighted"] = sums["weighted"] + more
+    return out
 
 
 def _accumulated(

@@ -26,6 +26,7 @@ from pallas_kernels.token_log_probs.problem import (
     Problem,
     Rows,
     clean,
+    highest_over_vocab,
     product,
     target_logits,
 )
@@ -115,7 +116,8 @@ def gradients(problem: Problem, rows: Rows, head: Head) -> Gradients:
 
 def fused(problem: Problem, rows: Rows, head: Head, slope_of: SlopeOf) -> tuple[Gradients, Rows]:
     """See chunks.fused."""
-    return chunks.fused(problem, rows, head, _chunk(problem, rows, head), _powers, slope_of)
+    chunk = _chunk(problem, rows, head)
+    return chunks.fused(problem, rows, head, chunk, _powers, slope_of, chunks.scattered)
 
 
 def _chunk(problem: Problem, rows: Rows, head: Head) -> int:
@@ -129,8 +131,7 @@ def _powers(problem: Problem, rows: Rows, head: Head, again: Array) -> Rows:
 
     def highest(rows: Rows) -> Array:
         got = kernel_statistics(problem, rows, head=head)["highest"]
-        axis = problem.shards.vocab
-        return got if axis is None else lax.pmax(got, axis)
+        return highest_over_vocab(problem, got, rows)
 
     shift = lax.cond(again, highest, lambda rows: rows["picked"], rows)
     return kernel_powers(problem, rows | {"shift": shift}, head) | {"shift": shift}
@@ -154,13 +155,7 @@ def _d_logits(problem: Problem, rows: Rows, head: Head) -> Array:
         "slope": slope * factor,
     }
     powers = kernel_powers(problem, rows | given, head)["powers"]
-    columns = jnp.where(rows["targets"] >= 0, rows["targets"], powers.shape[1])
-    return powers.at[jnp.arange(powers.shape[0]), columns].set(
-        (at_target * scale).astype(powers.dtype),
-        indices_are_sorted=True,
-        unique_indices=True,
-        mode="drop",
-    )
+    return chunks.scattered(powers, rows["targets"], (at_target * scale).astype(powers.dtype))
 
 
 # --- the kernel, for any number of rows and columns -----------------------------------------------------------------

@@ -23,8 +23,6 @@ from jaxtyping import Array, Float, Int
 
 MASKED = -1e30
 """The logit of a column beyond the vocabulary. Finite, so that differences are never NaN."""
-MAX_POWER = 80.0
-"""Powers are cut off at e^80: finite in bfloat16, and far above the sum at which a chunk is computed anew."""
 LANES, SUBLANES = 128, 8
 
 

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.token_log_probs.chunks import MAX_POWER
 from pallas_kernels.token_log_probs.mosaic import (
     LANES,
-    MAX_POWER,
     SUBLANES,
     Run,
     Tiles,

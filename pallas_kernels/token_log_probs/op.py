@@ -15,7 +15,6 @@ highest), and picked = u of the target, 0 where this shard does not have it. The
 and for any cotangents the gradient of u is softmax (level + slope log softmax) + pick [is target].
 """
 
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,11 +22,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from pallas_kernels.token_log_probs import chunked
 from pallas_kernels.token_log_probs.chunks import Gradients
 from pallas_kernels.token_log_probs.problem import Head, Problem, Rows
+from pallas_kernels.token_log_probs.spread import HeadGradients, Heads, spread
 
 
 class Call(NamedTuple):
@@ -50,7 +50,7 @@ def per_token(call: Call, hidden: Array, head: Head, master: Array | None, rows:
 
 
 def _forward(call: Call, hidden: Array, head: Head, master: Array | None, rows: Rows):
-    out = _spread(call, _forward_shard, "tokens")(hidden, head, rows)
+    out = spread(call.problem, partial(_forward_shard, call), "tokens")(hidden, head, rows)
     kept = {name: out.pop(name) for name in ("highest", "log_total")}
     result = dict(out)
     if call.problem.entropy:
@@ -58,10 +58,13 @@ def _forward(call: Call, hidden: Array, head: Head, master: Array | None, rows: 
     return result, (hidden, head, _like(master), rows, kept)
 
 
-def _forward_shard(call: Call, hidden: Array, head: Head, rows: Rows) -> Rows:
+def _forward_shard(call: Call, hidden: Array, heads: Heads, rows: Rows) -> Rows:
     problem = call.problem
-    rows, known = _of_this_shard(problem, rows | {"hidden": hidden}, head)
-    stats = combined(problem, call.implementation.statistics(problem, rows, head))
+    rows, rest, known = _of_this_shard(problem, rows | {"hidden": hidden}, heads)
+    stats = combined(problem, call.implementation.statistics(problem, rows, heads.mine))
+    if rest is not None:
+        more = _rest_statistics(problem, rest, heads)
+        stats = merged({name: jnp.stack([stats[name], more[name]]) for name in stats})
     return _outputs(problem, stats, rows, known) | {
         "highest": stats["highest"],
         "log_total": jnp.log(stats["total"]),
@@ -71,13 +74,14 @@ def _forward_shard(call: Call, hidden: Array, head: Head, rows: Rows) -> Rows:
 def _backward(call: Call, saved, cotangents: Rows):
     hidden, head, master, rows, kept = saved
     given = rows | kept | {f"d_{name}": value for name, value in cotangents.items()}
-    gradients = _spread(call, _backward_shard, "gradients")(hidden, head, given)
+    backward = spread(call.problem, partial(_backward_shard, call), "gradients")
+    gradients = backward(hidden, head, given)
     return gradients.hidden, *_in_dtypes(head, master, gradients), None
 
 
-def _backward_shard(call: Call, hidden: Array, head: Head, rows: Rows) -> Gradients:
+def _backward_shard(call: Call, hidden: Array, heads: Heads, rows: Rows) -> HeadGradients:
     problem = call.problem
-    rows, _ = _of_this_shard(problem, rows | {"hidden": hidden}, head)
+    rows, rest, _ = _of_this_shard(problem, rows | {"hidden": hidden}, heads)
     d_log_prob = _masked(rows, rows.pop("d_log_prob"))
     level = _masked(rows, rows.pop("d_log_normaliser")) - d_log_prob
     if problem.entropy:
@@ -85,7 +89,10 @@ def _backward_shard(call: Call, hidden: Array, head: Head, rows: Rows) -> Gradie
         level = level - d_entropy * rows.pop("entropy")
         rows["slope"] = -d_entropy
     rows |= {"level": level, "pick": d_log_prob}
-    return _summed(problem, call.implementation.gradients(problem, rows, head), hidden)
+    mine = call.implementation.gradients(problem, rows, heads.mine)
+    if rest is not None:
+        rest = rows | {"targets": rest["targets"]}
+    return _summed(problem, mine, _rest_gradients(problem, rest, heads), hidden)
 
 
 per_token.defvjp(_forward, _backward)
@@ -112,25 +119,39 @@ def _total_loss(call: Call, loss_of, log_prob: Array, rows: Rows, given: Any) ->
 def _fused_forward(
     call: Call, loss_of, hidden: Array, head: Head, master: Array | None, rows: Rows, given: Any
 ):
-    shard = partial(_fused_shard, loss_of=loss_of)
-    gradients, out = _spread(call, shard, "both")(hidden, head, rows | {"given": given})
+    both = spread(call.problem, partial(_fused_shard, call, loss_of), "both")
+    gradients, out = both(hidden, head, rows | {"given": given})
     loss = _total_loss(call, loss_of, out["log_prob"], rows, given)
     return (loss, out), (gradients, head, _like(master))
 
 
-def _fused_shard(call: Call, hidden: Array, head: Head, rows: dict[str, Any], *, loss_of):
+def _fused_shard(call: Call, loss_of, hidden: Array, heads: Heads, rows: dict[str, Any]):
     problem = call.problem
     given, tree = jax.tree.flatten(rows.pop("given"))
-    rows, known = _of_this_shard(problem, rows | {"hidden": hidden}, head)
+    rows, rest, known = _of_this_shard(problem, rows | {"hidden": hidden}, heads)
     rows |= {f"given {i}": values for i, values in enumerate(given)}
+    if rest is not None:
+        stats = _rest_statistics(problem, rest, heads)
+        rows |= {f"rest {name}": values for name, values in stats.items()}
 
     def slope_of(log_probs: Array, rows: Rows) -> Array:
         mine = jax.tree.unflatten(tree, [rows[f"given {i}"] for i in range(len(given))])
         return jax.grad(lambda values: jnp.sum(loss_of(values, mine)))(log_probs)
 
-    gradients, stats = call.implementation.fused(problem, rows, head, slope_of)
+    mine, stats = call.implementation.fused(problem, rows, heads.mine, slope_of)
     stats["highest"] = stats.pop("shift")
-    return _summed(problem, gradients, hidden), _outputs(problem, stats, rows, known)
+    if rest is not None:
+        log_total = jnp.log(stats["total"])
+        log_prob = jnp.minimum(stats["picked"] - stats["highest"] - log_total, 0.0)
+        slope = _masked(rows, slope_of(log_prob, rows))
+        rest |= {
+            "highest": stats["highest"],
+            "log_total": log_total,
+            "level": -slope,
+            "pick": slope,
+        }
+    gradients = _summed(problem, mine, _rest_gradients(problem, rest, heads), hidden)
+    return gradients, _outputs(problem, stats, rows, known)
 
 
 def _fused_backward(call: Call, loss_of, saved, cotangents):
@@ -183,26 +204,53 @@ def merged(parts: Rows) -> Rows:
     return out
 
 
-def _of_this_shard(problem: Problem, rows: Rows, head: Head) -> tuple[Rows, Array]:
-    """Rows with targets counted from this shard's first column, -1 outside it; and which are in the vocabulary."""
-    vocab, targets, shards = problem.vocab(head[0]), rows["targets"], 1
+def _of_this_shard(problem: Problem, rows: Rows, heads: Heads) -> tuple[Rows, Rows | None, Array]:
+    """Rows with targets counted from this shard's first column, -1 outside it; the same for the rest, if there is one;
+    and which targets are in the vocabulary."""
+    vocab, shards, first = problem.vocab(heads.mine[0]), 1, jnp.int32(0)
     if problem.shards.vocab is not None:
         shards = lax.axis_size(problem.shards.vocab)
-        targets = targets - lax.axis_index(problem.shards.vocab) * vocab
-    known = (rows["targets"] >= 0) & (rows["targets"] < vocab * shards)
-    inside = (targets >= 0) & (targets < vocab)
-    return rows | {"targets": jnp.where(inside, targets, -1)}, known
+        first = lax.axis_index(problem.shards.vocab) * vocab
+    targets = rows["targets"]
+
+    def within(first: Array | int, count: int) -> Rows:
+        inside = (targets >= first) & (targets < first + count)
+        return rows | {"targets": jnp.where(inside, targets - first, -1)}
+
+    if heads.rest is None:
+        return within(first, vocab), None, (targets >= 0) & (targets < vocab * shards)
+    more = problem.vocab(heads.rest[0])
+    known = (targets >= 0) & (targets < vocab * shards + more)
+    return within(first, vocab), within(vocab * shards, more), known
 
 
-def _summed(problem: Problem, gradients: Gradients, hidden: Array) -> Gradients:
+def _rest_statistics(problem: Problem, rest: Rows, heads: Heads) -> Rows:
+    """Of the rest's columns, the same on all shards of the vocabulary."""
+    assert heads.rest is not None
+    return chunked.statistics(problem._replace(chunk_tokens=None), rest, heads.rest)
+
+
+def _rest_gradients(problem: Problem, rest: Rows | None, heads: Heads) -> Gradients | None:
+    if rest is None or heads.rest is None:
+        return None
+    return chunked.gradients(problem._replace(chunk_tokens=None), rest, heads.rest)
+
+
+def _summed(
+    problem: Problem, mine: Gradients, rest: Gradients | None, hidden: Array
+) -> HeadGradients:
     """Gradients summed over the shards that share what they are of: each once."""
-    d_hidden: Array = gradients.hidden
-    d_head: tuple[Any, Any] = (gradients.head, gradients.bias)
+    d_hidden: Array = mine.hidden
+    d_heads: Any = [(part.head, part.bias) for part in (mine, rest) if part is not None]
     if problem.shards.vocab is not None:
         d_hidden = lax.psum(d_hidden, problem.shards.vocab)
+    if rest is not None:
+        d_hidden = d_hidden + rest.hidden
     if problem.shards.tokens is not None:
-        d_head = lax.psum(d_head, problem.shards.tokens)
-    return Gradients(d_hidden.astype(hidden.dtype), *d_head)
+        d_heads = lax.psum(d_heads, problem.shards.tokens)
+    of_mine = Gradients(d_hidden.astype(hidden.dtype), *d_heads[0])
+    none: Any = None
+    return HeadGradients(of_mine, None if rest is None else Gradients(none, *d_heads[1]))
 
 
 def _in_dtypes(head: Head, master: Array | None, gradients: Gradients) -> tuple[Any, Array | None]:
@@ -221,25 +269,3 @@ def _like(master: Array | None) -> Array | None:
 
 def _masked(rows: Rows, values: Array) -> Array:
     return jnp.where(rows["valid"], values, 0.0) if "valid" in rows else values
-
-
-def _spread(call: Call, function: Callable, outputs: str) -> Callable:
-    """The function on each shard of whole arrays, if the problem names a mesh."""
-    shards = call.problem.shards
-    function = partial(function, call)
-    if shards.mesh is None:
-        return function
-    tokens = PartitionSpec(shards.tokens)
-    vocab_major = call.problem.vocab_major
-    weights = PartitionSpec(shards.vocab) if vocab_major else PartitionSpec(None, shards.vocab)
-    bias = PartitionSpec(shards.vocab)
-    parts: list[Any] = [tokens, weights, bias]
-    specs: Any = Gradients(*parts)
-    specs = {"gradients": specs, "both": (specs, tokens)}.get(outputs, tokens)
-    return jax.shard_map(
-        function,
-        mesh=shards.mesh,
-        in_specs=(tokens, (weights, bias), tokens),
-        out_specs=specs,
-        check_vma=False,
-    )

@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
     def vocab(self, head: Array) -> int:
         """Columns of logits that this head gives."""
-        return head.shape[0 if self.vocab_major else 1]
+        return head.shape[vocab_axis(self)]
 
     def gradient_dtype(self, hidden: Array) -> jnp.dtype:
         """Of hidden's gradient as an implementation returns it: float32 if shards are still to be added."""
@@ -89,6 +89,18 @@ def target_logits(problem: Problem, rows: Rows, head: Head) -> tuple[Array, Arra
         raw = raw + bias[inside].astype(jnp.float32)
     logit, bend = tempered(problem, raw, rows["scale"])
     return jnp.where(rows["targets"] >= 0, logit, 0.0), bend
+
+
+def vocab_axis(problem: Problem) -> int:
+    """Of the head."""
+    return 0 if problem.vocab_major else 1
+
+
+def highest_over_vocab(problem: Problem, values: Array, rows: Rows) -> Array:
+    """The maximum over the vocabulary's shards, and the rest if there is one."""
+    axis = problem.shards.vocab
+    values = values if axis is None else jax.lax.pmax(values, axis)
+    return jnp.maximum(values, rows["rest highest"]) if "rest highest" in rows else values
 
 
 def over_vocab(problem: Problem, values: Array) -> Array:

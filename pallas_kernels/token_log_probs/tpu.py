@@ -21,7 +21,13 @@ from jaxtyping import Array
 from pallas_kernels.token_log_probs import chunks, mosaic, mosaic_gradients
 from pallas_kernels.token_log_probs.chunks import Gradients, SlopeOf
 from pallas_kernels.token_log_probs.mosaic import LANES, SUBLANES, Run, Tiles
-from pallas_kernels.token_log_probs.problem import Head, Problem, Rows, clean
+from pallas_kernels.token_log_probs.problem import (
+    Head,
+    Problem,
+    Rows,
+    clean,
+    highest_over_vocab,
+)
 
 _MIB = 2**20
 VMEM_BYTES = {
@@ -197,7 +203,8 @@ def fused(problem: Problem, rows: Rows, head: Head, slope_of: SlopeOf) -> tuple[
     """See chunks.fused."""
     tokens, vocab = rows["targets"].shape[0], problem.vocab(head[0])
     chunk = min(problem.chunk_tokens or default_chunk_tokens(vocab), tokens)
-    return chunks.fused(problem, rows, head, chunk, _powers, slope_of)
+    # XLA for TPUs scatters into a copy in another layout, and back: two more arrays of the chunk.
+    return chunks.fused(problem, rows, head, chunk, _powers, slope_of, chunks.selected)
 
 
 def default_chunk_tokens(vocab: int) -> int:
@@ -298,8 +305,7 @@ def _powers(problem: Problem, rows: Rows, head: Head, again: Array) -> Rows:
         got = statistics(problem, rows, head)["highest"]
         # What is not valid may not have been computed.
         got = jnp.where(rows["valid"], got, 0.0) if "valid" in rows else got
-        axis = problem.shards.vocab
-        return got if axis is None else lax.pmax(got, axis)
+        return highest_over_vocab(problem, got, rows)
 
     shift = lax.cond(again, highest, lambda rows: rows["picked"], rows)
 
