@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from policy_mesh_cases import opened, settings, small_batch
+from safetensors.numpy import load_file
 
 HERE = Path(__file__).parent
 
@@ -53,5 +54,12 @@ def test_two_processes_give_the_metrics_of_one(tmp_path):
         assert found["devices"] == 4
         assert found["metrics"] == pytest.approx(metrics, rel=1e-5)
         np.testing.assert_allclose(found["log_probs"], log_probs, rtol=1e-5, atol=1e-6)
+        assert found["heard"]
         # fsdp=2 within each process: it holds every weight once, in two parts. Only biases of heads are whole on both.
         assert found["whole"] <= found["held"] < 1.2 * found["whole"]
+    # The first process has written what both hold.
+    policy.save(state.params, tmp_path / "own")
+    saved, own = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "own"))
+    assert saved.keys() == own.keys()
+    for name, values in own.items():
+        np.testing.assert_allclose(saved[name], values, rtol=1e-5, atol=1e-6)
