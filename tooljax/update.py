@@ -12,7 +12,7 @@ gradients where the rules put them, rows of a microbatch over `data` and `fsdp`.
 every mesh, up to the order of sums.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -179,6 +179,33 @@ class Updater:
         )
         state, metrics = self._apply(state, *totals, bounds)
         return state, told | {name: float(x) for name, x in jax.device_get(metrics).items()}
+
+    def lowered(
+        self, state: TrainState, microbatch: TrainBatch, limits: Iterable[str] = ()
+    ) -> dict[str, jax.stages.Lowered]:
+        """The programs of an update in the order in which they run, traced for these arguments, which may be abstract.
+
+        `microbatch` is one of a batch that GRPO's objective has prepared; `limits` are names, as for `update`.
+        """
+
+        def like(x: Any, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+        def scalar(*shape: int) -> jax.ShapeDtypeStruct:
+            place = None if self.layout.mesh is None else self.layout.whole
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), sharding=place)
+
+        weights = jax.tree.map(lambda x: like(x, self._dtype), state.params)
+        gradients = jax.tree.map(lambda x: like(x, jnp.dtype(jnp.float32)), state.params)
+        means = {name: scalar() for name in self._objectives["grpo"].metrics(microbatch)}
+        bounds = {name: scalar(2) for name in limits}
+        accumulate: Any = self._accumulate["grpo"]
+        casts = self._dtype != jnp.float32
+        return ({"cast": self._cast.lower(state.params)} if casts else {}) | {
+            "log-probs": self._forward.lower(weights, microbatch),
+            "gradients": accumulate.lower((gradients, means), weights, microbatch, scalar()),
+            "apply": self._apply.lower(state, gradients, means, bounds),
+        }
 
     # --- what is compiled ---------------------------------------------------------------------------------------
 

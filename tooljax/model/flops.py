@@ -1,0 +1,47 @@
+"""Operations that a decoder takes: multiplications and additions of its products, as MFU counts them.
+
+Of one token, forward: 2 for each weight of a layer's products, and 2 x D x V for the head where its log-prob is wanted.
+Attention adds 4 x N x H for each pair of a query and a key that it sees. Backward takes twice as many. Norms, rotations
+and softmax are left out, as are operations that are computed a second time: what the algorithm needs, not what an
+implementation does (PaLM, arXiv:2204.02311, appendix B, with causal pairs and the head counted as they are).
+"""
+
+import numpy as np
+from jaxtyping import Int
+
+from tooljax.model.decoder import DecoderConfig
+
+
+def layer_weights(cfg: DecoderConfig) -> int:
+    """Weights of all layers that take part in products: norms and biases do not."""
+    heads = (2 * cfg.q_heads + 2 * cfg.kv_heads) * cfg.head_dim
+    return cfg.layers * cfg.embed * (heads + 3 * cfg.ffw)
+
+
+def forward_flops(cfg: DecoderConfig, tokens: int, pairs: int, predicted: int) -> float:
+    """Of so many tokens, pairs of a query and a key that it sees, and tokens whose log-prob is wanted."""
+    attention = 4.0 * cfg.layers * cfg.q_heads * cfg.head_dim * pairs
+    head = 2.0 * cfg.embed * cfg.vocab * predicted
+    return 2.0 * layer_weights(cfg) * tokens + attention + head
+
+
+def update_flops(cfg: DecoderConfig, tokens: int, pairs: int, predicted: int) -> float:
+    """The same with the backward pass."""
+    return 3.0 * forward_flops(cfg, tokens, pairs, predicted)
+
+
+def executed_flops(
+    cfg: DecoderConfig, tokens: int, pairs: int, predicted: int, *, remat: bool
+) -> float:
+    """What an update computes: with `remat`, layers twice forward; the head only once either way."""
+    again = forward_flops(cfg, tokens, pairs, 0) if remat else 0.0
+    return update_flops(cfg, tokens, pairs, predicted) + again
+
+
+def visible_pairs(segment_ids: Int[np.ndarray, "rows time"]) -> int:
+    """Pairs of a query and a key that it sees: n (n + 1) / 2 of a segment of n tokens. 0 is padding."""
+    pairs = 0
+    for row in np.asarray(segment_ids):
+        lengths = np.bincount(row)[1:].astype(np.int64)
+        pairs += int(np.sum(lengths * (lengths + 1) // 2))
+    return pairs
