@@ -164,9 +164,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--demonstrations", type=int, default=32000, help="demonstrations (default 32000)"
     )
     for name, share, what in (
-        ("halving", 0.5, "guesses that halve what is possible"),
+        ("halving", 0.7, "guesses that halve what is possible"),
         ("error", 0.1, "guesses that forget what was said"),
-        ("early", 0.1, "turns that answer instead of guessing"),
+        ("early", 0.15, "turns that answer instead of guessing"),
     ):
         parser.add_argument(
             f"--{name}_share", type=float, default=share, help=f"{what} (default {share})"
