@@ -2,6 +2,8 @@
 checkpoints and data; which checkpoint is kept as the best; and what a stored step of such a run replays to."""
 
 import json
+import os
+import signal
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,8 +17,10 @@ from gate_cases import make_config, make_folder, serve_model
 from training_batch_cases import trajectory
 
 from tooljax import train as training
+from tooljax.async_rollouts import AsyncRollouts
 from tooljax.checkpoint import Checkpointer
 from tooljax.config.schema import (
+    AsyncConfig,
     CheckpointConfig,
     CurriculumConfig,
     DataConfig,
@@ -29,6 +33,7 @@ from tooljax.config.schema import (
     RunConfig,
     TrackConfig,
 )
+from tooljax.evaluate import limits, reward_weights, sampling
 from tooljax.guards import GuardStop
 from tooljax.policy import Policy, abstract_state, make_updater
 from tooljax.progress import Progress
@@ -371,3 +376,56 @@ def test_a_curriculum_goes_on_where_it_was_saved(config, served, tmp_path):
     # The reward function reports acc=0
     assert [step["curriculum/pool/hard/share"] for step in metrics] == [0, 0, 0, 0, 1]
     assert metrics[-1]["curriculum/pass_rate/mean"] == 0
+
+
+# --- rollouts ahead of their step ---------------------------------------------------------------------------------
+
+
+class AsItWas(AsyncRollouts):
+    """Takes tasks, rolls them out, waits: the synchronous step, without anything ahead."""
+
+    def take(self, step, on_progress):
+        """See AsyncRollouts."""
+        return self._sidecars.rollout(
+            self._source.next(step, 0),
+            samples=self._config.grpo.group_size,
+            seed=(self._config.run.seed, step),
+            sampling=sampling(self._config.sampling),
+            limits=limits(self._config.limits),
+            reward_weights=reward_weights(self._config.reward, step),
+            step=step,
+        )
+
+
+def test_without_lag_a_run_is_the_synchronous_run_bit_for_bit(
+    config, sidecars, unguarded, weights, monkeypatch
+):
+    monkeypatch.setattr(training, "AsyncRollouts", AsItWas)
+    assert unguarded.async_.max_policy_lag == 0
+    assert train(config, sidecars) == 3
+    for step in (2, 3):  # those that it has kept
+        assert same(weights(config, step), weights(unguarded, step))
+
+
+def test_a_run_ahead_that_is_interrupted_goes_on_with_the_same_tasks(
+    config, served, unguarded, monkeypatch
+):
+    config = replace(config, async_=AsyncConfig(max_policy_lag=1))
+    store_step = Run.store_step
+
+    def interrupted(self, step, *args):
+        store_step(self, step, *args)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, opened(served) as sidecars:
+        patch.setattr(Run, "store_step", interrupted)
+        assert train(config, sidecars) == 1
+    with opened(served) as sidecars:
+        assert train(config, sidecars) == 3
+    for step in (1, 2, 3):
+        mine, theirs = (read_step(each.run.dir, step).header.tasks for each in (config, unguarded))
+        assert list(mine) == list(theirs)
+    assert [row["step"] for row in rows(config)] == [1, 2, 3]
+    assert all(0 <= row["policy/lag/max"] <= 1 for row in rows(config))
+    assert all(row["policy/lag/dropped_frac"] == 0 for row in rows(config))
