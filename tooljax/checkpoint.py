@@ -46,7 +46,7 @@ class Checkpointer:
     """Saves and restores steps in one folder; the newest `keep` stay, and the best one. A context manager."""
 
     def __init__(self, dir: str | Path, *, keep: int = 2):
-        self.dir = Path(dir).absolute()
+        self.dir = Path(dir).resolve()  # all processes of a run must name it alike
         self.keep = keep
         self._manager: ocp.CheckpointManager | None = None
         self._pending: int | None = None
@@ -105,9 +105,13 @@ class Checkpointer:
             self._open().wait_until_finished()
         self._pending = None
 
+    def is_writing(self) -> bool:
+        """Whether a save with block=False is under way."""
+        return self._pending is not None and self._open().is_saving_in_progress()
+
     def look(self) -> None:
         """Raises the CheckpointError of a save with block=False that has failed since; waits for nothing."""
-        if self._pending is not None and not self._open().is_saving_in_progress():
+        if not self.is_writing():
             self.wait()
 
     def best(self) -> Best | None:

@@ -33,11 +33,16 @@ def run(world: Path, run_dir: Path, *settings: str) -> subprocess.CompletedProce
     )
 
 
-def start_and_wait_for_step(world: Path, run_dir: Path, step: int) -> subprocess.Popen[bytes]:
+def start_and_wait_for_step(
+    world: Path, run_dir: Path, step: int, *settings: str
+) -> subprocess.Popen[bytes]:
     """A run that has logged `step` steps."""
     with (run_dir.parent / f"{run_dir.name}.log").open("wb") as log:
         process = subprocess.Popen(
-            command(world, run_dir), env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT
+            command(world, run_dir, *settings),
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
     deadline = time.monotonic() + 200
     while len(metrics(run_dir)) < step:
@@ -109,22 +114,43 @@ def test_killed_at_any_step_it_resumes_bit_identically(small_world, uninterrupte
     assert weights(run_dir) == weights(uninterrupted)
 
 
-def test_ctrl_c_saves_stops_the_sidecar_and_resumes(small_world, uninterrupted, tmp_path):
-    run_dir = tmp_path / "interrupted"
-    process = start_and_wait_for_step(small_world, run_dir, 1)
-    process.send_signal(signal.SIGINT)
+def test_a_preempted_run_saves_within_its_grace_period_and_resumes(
+    small_world, uninterrupted, tmp_path
+):
+    """The sidecar hangs, so that the rollout can neither end nor be aborted."""
+    run_dir = tmp_path / "preempted"
+    settings = ("checkpoint.every_steps=50", "checkpoint.grace_s=6")
+    process = start_and_wait_for_step(small_world, run_dir, 1, *settings)
+    (sidecar,) = sidecars_of(small_world / "model")
+    os.kill(sidecar, signal.SIGSTOP)
+    assert not saved(run_dir)
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 40  # a busy machine may be late
+    while not saved(run_dir):
+        assert process.poll() is None
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.02)
+    os.kill(sidecar, signal.SIGCONT)
     assert process.wait(60) == 130
-    log = (tmp_path / "interrupted.log").read_text()
+    log = (tmp_path / "preempted.log").read_text()
     assert "saved; run the same command to go on" in log
     assert "Traceback" not in log
     assert not sidecars_of(small_world / "model")
+    steps = len(metrics(run_dir))
+    assert saved(run_dir) == [str(steps)]
     result = run(small_world, run_dir)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert metrics(run_dir) == metrics(uninterrupted)
+    assert [row["step"] for row in metrics(run_dir)] == [1, 2, 3, 4]
+    assert weights(run_dir) == weights(uninterrupted)
 
 
-def sidecars_of(model: Path) -> list[str]:
-    """Command lines of sidecars that serve a model."""
+def saved(run_dir: Path) -> list[str]:
+    """The complete checkpoints."""
+    return [path.name for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit()]
+
+
+def sidecars_of(model: Path) -> list[int]:
+    """Processes of sidecars that serve a model."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -136,7 +162,7 @@ def sidecars_of(model: Path) -> list[str]:
         except OSError:
             continue
         if "rollout_sidecar" in line and str(model) in line:
-            found.append(line)
+            found.append(int(entry.name))
     return found
 
 
