@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tooljax.distributed import store
+from tooljax.distributed import is_first, store
 
 SHORT_BYTES = 4096
 PIECE_BYTES = 2**22
@@ -70,7 +70,7 @@ class Channel:
             out[:nbytes] = data
         for start in range(0, nbytes, self._piece_bytes):
             piece = slice(start, start + self._piece_bytes)
-            out[piece] = multihost_utils.broadcast_one_to_all(out[piece])
+            out[piece] = multihost_utils.broadcast_one_to_all(out[piece], is_source=is_first())
         return out[:nbytes]
 
 
