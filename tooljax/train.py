@@ -23,6 +23,7 @@ from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args
 from tooljax.curriculum.source import Source, open_source
 from tooljax.data.records import read_tasks
+from tooljax.distributed import joined
 from tooljax.distributions import distributions
 from tooljax.evaluate import evaluate, held_out_tasks, reward_weights
 from tooljax.evaluation.best import better, check_best_metric
@@ -35,8 +36,9 @@ from tooljax.origin import Origin
 from tooljax.plots import learning_curve
 from tooljax.policy import Policy, abstract_state, layout_of, make_updater
 from tooljax.progress import Progress
-from tooljax.rollouts import Groups, InterruptedRollout, Sidecars, open_sidecars
+from tooljax.rollouts import Groups, InterruptedRollout, Sidecars
 from tooljax.run_dir import make_run_dir, write_config
+from tooljax.shared_sidecars import open_shared_sidecars
 from tooljax.store.records import values_of_items
 from tooljax.store.store import Credit, TrajectoryStore
 from tooljax.trackers import Trackers
@@ -333,20 +335,26 @@ class Run:
         return metrics
 
 
+def _open_and_train(config: Config) -> int:
+    """As `train`."""
+    check_files(config)
+    make_run_dir(config)
+    # A glance, so that a misspelt path is told before a sidecar has loaded its model.
+    read_tasks(
+        (*config.data.train, *config.data.eval), max_rows=1, prompt_key=config.data.prompt_key
+    )
+    with open_shared_sidecars(config) as sidecars:
+        return train(config, sidecars)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. 0: all steps made; 1: an error, told in a sentence; 130: interrupted and saved."""
     config = parse_args(
         argv, prog="tooljax.train", description=__doc__ or "", check_files=check_files
     )
     try:
-        check_files(config)
-        make_run_dir(config)
-        # A glance, so that a misspelt path is told before a sidecar has loaded its model.
-        read_tasks(
-            (*config.data.train, *config.data.eval), max_rows=1, prompt_key=config.data.prompt_key
-        )
-        with open_sidecars(config) as sidecars:
-            step = train(config, sidecars)
+        with joined(config) as own:
+            step = _open_and_train(own)
     except (
         ValueError,
         SidecarError,
