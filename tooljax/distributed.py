@@ -248,7 +248,7 @@ class _Watch:
         with suppress(RuntimeError):  # another one was first
             store().key_value_set(FAILED, json.dumps(told))
         if is_first():
-            time.sleep(FAREWELL_S)  # it keeps the store that the others look into
+            time.sleep(FAREWELL_S + 2)  # it keeps the store that the others look into
         # Runs before what JAX has registered, which would wait for the others.
         atexit.register(_leave)
 
