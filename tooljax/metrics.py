@@ -163,6 +163,15 @@ REGISTRY: dict[str, Metric] = {
         "Programs that this update had to compile. After a run's first steps: 0.", "programs"
     ),
     "perf/loss_tokens": Metric("Tokens that the loss sums over.", "tokens"),
+    "perf/{part}_busy_s": Metric(
+        "Time in which a part works. trainer: batch and update; engine: a trajectory is being sampled; sync: pushes; "
+        "tools: a trajectory waits for calls.",
+        "s",
+    ),
+    "perf/{part}_idle_s": Metric("Time of the step in which it does not.", "s"),
+    "perf/engine_tokens_per_s": Metric(
+        "Tokens sampled per second in which the engine works.", "tokens/s"
+    ),
     "weights/push_bytes": Metric("Bytes sent to each sidecar.", "bytes"),
     "weights/push_ratio": Metric("How many times more a push of all weights has.", ""),
     "weights/changed_frac": Metric("16-bit elements whose bits changed.", "fraction"),
@@ -171,6 +180,7 @@ REGISTRY: dict[str, Metric] = {
     ),
     "weights/full_resends": Metric("Sidecars that had lost the base of a delta.", "sidecars"),
     "fleet/live": Metric("Sidecars that can be used.", "sidecars"),
+    "fleet/capacity": Metric("Trajectories that these take at once.", "trajectories"),
     "fleet/resumed": Metric(
         "Trajectories that went on in another sidecar from a finished turn, since the run began.",
         "trajectories",

@@ -19,6 +19,7 @@ from rollout_sidecar.protocol import Task
 from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.async_rollouts import AsyncRollouts
 from tooljax.batch import Batch
+from tooljax.busy import busy_times
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, parse_args
 from tooljax.curriculum.source import Source, open_source
@@ -94,6 +95,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
                     metrics |= run.evaluate(step)
             metrics |= run.guard.metrics()
             told = with_speed(metrics | progress.timings())
+            told |= busy_times(told, [t for group in groups for t in group])
             spread = distributions(
                 groups, credit, batch, run.updater.seen, run.updater.prepared
             )

@@ -58,6 +58,7 @@ def test_tokens_do_not_depend_on_the_number_of_replicas(tokenizer, undisturbed, 
         assert all(one.engine.requests for one in served)
         assert sidecars.metrics() == {
             "fleet/live": count,
+            "fleet/capacity": 256 * count,  # what a sidecar takes unless told otherwise
             "fleet/resumed": 0,
             "fleet/restarted": 0,
         }

@@ -87,6 +87,7 @@ class Fleet:
         """What a step logs: of now, and since the run began."""
         return {
             "fleet/live": float(len(self.live)),
+            "fleet/capacity": float(sum(replica.capacity for replica in self.live)),
             "fleet/resumed": float(self.resumed),
             "fleet/restarted": float(self.restarted),
         }
