@@ -78,6 +78,10 @@ STORY: Layout = (
                 ("time/step_s", "time/rollout_s", "time/update_s", "time/push_s"),
             ),
             (
+                "Seconds that each part works",
+                ("perf/trainer_busy_s", "perf/engine_busy_s", "perf/tools_busy_s"),
+            ),
+            (
                 "Seconds of a trajectory",
                 (
                     "rollout/trajectory_s/max",
