@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import msgspec
 import pytest
 from served_sidecars import make_tasks, make_tokenizer, serve
+from training_batch_cases import trajectory
 
 from rollout_sidecar.client import SidecarError
 from rollout_sidecar.engines.base import GenerateRequest, GenerateResult
@@ -27,7 +28,8 @@ from tooljax.config.schema import (
 )
 from tooljax.curriculum.source import open_source
 from tooljax.evaluate import limits, reward_weights, sampling
-from tooljax.rollouts import InterruptedRollout, Sidecars
+from tooljax.rollouts import InterruptedRollout, Rollout, Sidecars
+from tooljax.training_batch import sampled
 
 TASKS = make_tasks(12)
 STEPS = 6
@@ -276,6 +278,70 @@ def test_too_few_tasks_for_oversampling_are_told():
         ValueError, match=r"oversampling=8 times data.prompts_per_step=2 are 16 tasks .* has 12"
     ):
         open_source(settings(oversampling=8.0), TASKS)
+
+
+# --- several batches of a step ------------------------------------------------------------------------------------
+
+
+class Made(Rollout):
+    """One that has ended."""
+
+    def __init__(self, groups):
+        self.groups = groups
+
+    def take(self):
+        return self.groups
+
+    def give_up(self):
+        pass
+
+
+def test_each_batch_of_a_refill_has_seeds_of_its_own_and_interrupted_all_its_tasks_come_again(
+    tokenizer, monkeypatch
+):
+    config = settings()
+    config = replace(config, grpo=replace(config.grpo, zero_variance="refill"))
+    asked = []
+
+    def start(tasks, *, seed, **options):
+        asked.append((tuple(task.task_id for task in tasks), seed))
+        if len(asked) == 3:
+            raise InterruptedRollout
+        return Made([[trajectory(0.0, task=i, sample=j) for j in range(2)] for i in range(2)])
+
+    with serve(tokenizer, by_seed) as served, connect(served) as sidecars:
+        monkeypatch.setattr(sidecars, "start", start)
+        rollouts = opened(config, sidecars)
+        before = rollouts.state()
+        with pytest.raises(InterruptedRollout):
+            rollouts.take(5, NOBODY)
+        assert [seed for _, seed in asked] == [(0, 5), (0, 5, 1), (0, 5, 2)]
+        assert len({tasks for tasks, _ in asked}) == 3
+        assert rollouts.state() == before
+        # Taken up again, they are the same.
+        groups = rollouts.take(5, NOBODY)
+    assert asked[3:] == [*asked[:3], (asked[6][0], (0, 5, 3))]
+    assert [group[0].task_index for group in groups] == list(range(8))
+
+
+def test_remax_asks_for_a_greedy_trajectory_of_each_prompt(tokenizer, monkeypatch):
+    config = settings()
+    config = replace(config, grpo=replace(config.grpo, adv_estimator="remax"))
+    asked = []
+
+    def start(tasks, *, samples, seed, sampling, **options):
+        asked.append(([task.task_id for task in tasks], samples, seed, sampling.temperature))
+        return Made([[trajectory(1.0, task=i) for _ in range(samples)] for i in range(2)])
+
+    with serve(tokenizer, by_seed) as served, connect(served) as sidecars:
+        monkeypatch.setattr(sidecars, "start", start)
+        groups = opened(config, sidecars).take(5, NOBODY)
+    (tasks, *samples), (again, *greedy) = asked
+    assert tasks == again
+    assert samples == [2, (0, 5), config.sampling.temperature]
+    assert greedy == [1, (0, 5), 0.0]
+    assert [[t.sample_index for t in group] for group in groups] == [[0, 0, 2]] * 2
+    assert len(sampled(config.grpo, groups)) == 4
 
 
 # --- the config ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 from gate_cases import make_config, make_folder, serve_model
-from training_batch_cases import trajectory
 
 from tooljax import train as training
 from tooljax.async_rollouts import AsyncRollouts
@@ -36,9 +35,8 @@ from tooljax.config.schema import (
 from tooljax.evaluate import limits, reward_weights, sampling
 from tooljax.guards import GuardStop
 from tooljax.policy import Policy, abstract_state, make_updater
-from tooljax.progress import Progress
 from tooljax.replay import replay_step
-from tooljax.rollouts import InterruptedRollout, Rollout, Sidecars
+from tooljax.rollouts import Sidecars
 from tooljax.store import read_step
 from tooljax.train import Run, train
 
@@ -282,69 +280,6 @@ def test_a_best_metric_that_is_none_is_told_before_anything_is_loaded(config, si
     config = replace(config, evaluate=EvaluateConfig(best_metric="eval/acuracy"))
     with pytest.raises(ValueError, match="evaluate.best_metric='eval/acuracy' is no metric"):
         train(config, sidecars)
-
-
-class Made(Rollout):
-    """One that has ended."""
-
-    def __init__(self, groups):
-        self.groups = groups
-
-    def take(self):
-        return self.groups
-
-    def give_up(self):
-        pass
-
-
-def test_each_batch_of_a_refill_has_seeds_of_its_own_and_interrupted_all_its_tasks_come_again(
-    config, sidecars, monkeypatch
-):
-    config = replace(config, grpo=replace(config.grpo, zero_variance="refill"))
-    run = Run.open(config, sidecars)
-    run.source.next(4, 0)
-    before = run.source.state()
-    asked = []
-
-    def start(tasks, *, seed, **options):
-        asked.append((tuple(task.task_id for task in tasks), seed))
-        if len(asked) == 3:
-            raise InterruptedRollout
-        groups = [[trajectory(0.0, task=i, sample=j) for j in range(2)] for i in range(len(tasks))]
-        return Made(groups)
-
-    monkeypatch.setattr(sidecars, "start", start)
-    with Progress("off", 3, title="", start=0) as progress:
-        with pytest.raises(InterruptedRollout):
-            run.rollouts.take(5, progress.rollout)
-        assert [seed for _, seed in asked] == [(0, 5), (0, 5, 1), (0, 5, 2)]
-        assert len({tasks for tasks, _ in asked}) == 3
-        assert run.source.state() == before
-        # Taken up again, they are the same.
-        groups = run.rollouts.take(5, progress.rollout)
-    assert asked[3:] == [*asked[:3], (asked[6][0], (0, 5, 3))]
-    assert [group[0].task_index for group in groups] == list(range(8))
-
-
-def test_remax_asks_for_a_greedy_trajectory_of_each_prompt(config, sidecars, monkeypatch):
-    config = replace(config, grpo=replace(config.grpo, adv_estimator="remax"))
-    run = Run.open(config, sidecars)
-    asked = []
-
-    def start(tasks, *, samples, seed, sampling, **options):
-        asked.append(([task.task_id for task in tasks], samples, seed, sampling.temperature))
-        groups = [[trajectory(1.0, task=i) for _ in range(samples)] for i in range(len(tasks))]
-        return Made(groups)
-
-    monkeypatch.setattr(sidecars, "start", start)
-    with Progress("off", 3, title="", start=0) as progress:
-        groups = run.rollouts.take(5, progress.rollout)
-    (tasks, *sampled), (again, *greedy) = asked
-    assert tasks == again
-    assert sampled == [2, (0, 5), config.sampling.temperature]
-    assert greedy == [1, (0, 5), 0.0]
-    assert [[t.sample_index for t in group] for group in groups] == [[0, 0, 2]] * 2
-    assert run.describe(groups, 1)["rollout/trajectories"] == 4
 
 
 def test_a_curriculum_goes_on_where_it_was_saved(config, served, tmp_path):
