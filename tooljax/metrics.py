@@ -8,7 +8,7 @@ step, never written as 0 or NaN.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -158,6 +158,10 @@ REGISTRY: dict[str, Metric] = {
         "updates",
     ),
     "perf/tokens_per_s": Metric("Tokens sampled per second of the whole step.", "tokens/s"),
+    "perf/update_tflops": Metric("Operations that the update needed.", "TFLOP"),
+    "perf/mfu": Metric(
+        "Them per second of the update, over what the devices can do in bfloat16.", "fraction"
+    ),
     "perf/padding_fraction": Metric("Share of the batch that is padding.", "fraction"),
     "perf/compilations": Metric(
         "Programs that this update had to compile. After a run's first steps: 0.", "programs"
@@ -280,8 +284,15 @@ def rollout_metrics(
     return metrics
 
 
-def with_speed(step: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step and, where trajectories were sampled in it, perf/tokens_per_s of its whole wall time."""
+def with_speed(
+    step: dict[str, float], work: Callable[[float], dict[str, float]] | None = None
+) -> dict[str, float]:
+    """The metrics of a step and, where trajectories were sampled in it, perf/tokens_per_s of its whole wall time.
+
+    `work` gives metrics of the update's work from its seconds (`tooljax.work.Work.metrics`).
+    """
+    if work is not None:
+        step = step | work(step["time/update_s"])
     if "rollout/completion_tokens/mean" not in step:
         return step
     tokens = step["rollout/completion_tokens/mean"] * step["rollout/trajectories"]

@@ -39,14 +39,15 @@ def sampled_log_probs(
     """
     layout = decoder.layout
     hidden, targets, valid = _predictions(decoder, batch, remat=remat)
-    out = token_log_probs(
-        hidden,
-        _head(decoder),
-        targets,
-        valid=valid,
-        temperature=temperature,
-        shards=_shards(layout),
-    )
+    with jax.named_scope("head"):
+        out = token_log_probs(
+            hidden,
+            _head(decoder),
+            targets,
+            valid=valid,
+            temperature=temperature,
+            shards=_shards(layout),
+        )
     return _at_targets(out.log_prob, batch, layout), _at_targets(out.entropy, batch, layout)
 
 
@@ -74,16 +75,17 @@ def sampled_loss(
     hidden, targets, valid = _predictions(decoder, batch, remat=remat)
     values = jax.tree.map(lambda x: layout.merged(jnp.roll(x, -1, axis=1)), given)
     values["share"] = jnp.broadcast_to(1.0 / jnp.maximum(denominator, 1.0), targets.shape)
-    loss, out = token_loss(
-        loss_of,
-        values,
-        hidden,
-        _head(decoder),
-        targets,
-        valid=valid,
-        temperature=temperature,
-        shards=_shards(layout),
-    )
+    with jax.named_scope("head"):
+        loss, out = token_loss(
+            loss_of,
+            values,
+            hidden,
+            _head(decoder),
+            targets,
+            valid=valid,
+            temperature=temperature,
+            shards=_shards(layout),
+        )
     return loss, _at_targets(out.log_prob, batch, layout), _at_targets(out.entropy, batch, layout)
 
 

@@ -36,6 +36,7 @@ from tooljax.metrics import rollout_metrics, with_speed
 from tooljax.origin import Origin
 from tooljax.plots import learning_curve
 from tooljax.policy import Policy, abstract_state, layout_of, make_updater
+from tooljax.profile import traced
 from tooljax.progress import Progress
 from tooljax.rollouts import Groups, InterruptedRollout, Sidecars
 from tooljax.run_dir import make_run_dir, write_config
@@ -79,7 +80,7 @@ def train(config: Config, sidecars: Sidecars) -> int:
                 batch, metrics, credit = make_batch(config, groups, shards=run.shards)
                 metrics |= run.describe(groups, step)
                 metrics |= run.source.observe(step - 1, groups, credit.advantages)
-            with progress.phase("update"):
+            with progress.phase("update"), traced(config, step):
                 state, batch, update_metrics = run.update(state, batch, groups, step, metrics)
                 state = run.guarded(state, step, update_metrics)
             # Before anything that can fail: the next rollout must see these weights.
@@ -94,11 +95,9 @@ def train(config: Config, sidecars: Sidecars) -> int:
                 with progress.phase("evaluate"):
                     metrics |= run.evaluate(step)
             metrics |= run.guard.metrics()
-            told = with_speed(metrics | progress.timings())
+            told = with_speed(metrics | progress.timings(), run.updater.work.metrics)
             told |= busy_times(told, [t for group in groups for t in group])
-            spread = distributions(
-                groups, credit, batch, run.updater.seen, run.updater.prepared
-            )
+            spread = distributions(groups, credit, batch, run.updater.seen, run.updater.prepared)
             trackers.log(step, told, [t for group in groups for t in group], spread)
             progress.step(step, metrics)
             # After logging: a step that was saved is a step that was logged. What a run is ended for is not saved.

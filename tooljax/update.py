@@ -32,6 +32,7 @@ from tooljax.optimizer import Optimizer
 from tooljax.pytree import pytree_dataclass
 from tooljax.sampled import Sampled, sampled_log_probs
 from tooljax.sharding import ONE_DEVICE, Layout, alike, shardings
+from tooljax.work import Work
 
 Params = Any
 """The weights of a decoder, as nnx.split gives them."""
@@ -92,6 +93,7 @@ class Updater:
         self.compilations = Compilations(
             [self._cast, self._zeros, self._forward, self._apply, *self._accumulate.values()]
         )
+        self.work = Work(layout.device, layout.mesh.size if layout.mesh else 1)
         self.seen: list[Sampled | None] = []
         """Of each microbatch of the last update, on the devices: the log-probs that its loss was made from. None for
         those without loss tokens."""
@@ -131,10 +133,12 @@ class Updater:
         if isinstance(batch, PackedBatch):
             return [self.log_probs(compute, group) for group in batch.groups]
         out = np.zeros(batch.tokens.shape, np.float32)
+        shape = self._decoder(compute).cfg
         for i, microbatch in enumerate(batch.microbatches(self._rows)):
             if microbatch.loss_tokens:
                 values = self._forward(compute, self.layout.put(microbatch, "batch", "time"))
                 out[i * self._rows : (i + 1) * self._rows] = jax.device_get(values)
+                self.work.add(shape, microbatch, backward=False)
         return out
 
     def update(
@@ -167,12 +171,14 @@ class Updater:
         denominator = self.layout.put(np.float32(tokens))
         no_means = self.layout.put(dict.fromkeys(objective.metrics(batch), np.float32(0)))
         totals = self._zeros(state.params), no_means
+        shape = self._decoder(compute).cfg
         for microbatch in batch.microbatches(self._rows):
             sampled = None
             if microbatch.loss_tokens:
                 placed = self.layout.put(microbatch, "batch", "time")
                 totals, sampled = self._accumulate[loss](totals, compute, placed, denominator)
                 self.compilations.used_for(microbatch.tokens.shape)
+                self.work.add(shape, microbatch, backward=True)
             self.seen.append(sampled)
         bounds = jax.device_put(
             {name: np.asarray(pair, np.float32) for name, pair in limits.items()}
@@ -209,12 +215,14 @@ class Updater:
 
     # --- what is compiled ---------------------------------------------------------------------------------------
 
+    @jax.named_scope("log_probs")
     def _forward_only(self, params: Params, batch: TrainBatch) -> Float[Array, "rows time"]:
         decoder = self._decoder(params)
         log_probs, _ = sampled_log_probs(decoder, batch, temperature=self._temperature)
         # Whole, so that every host can read them; so are those of the gradients' pass.
         return self.layout.pin(log_probs)
 
+    @jax.named_scope("gradients")
     def _add_gradients(
         self,
         objective: Objective,
@@ -244,6 +252,7 @@ class Updater:
         sampled = jax.tree.map(self.layout.pin, sampled)
         return (self._stored(summed), means), sampled
 
+    @jax.named_scope("apply")
     def _apply_gradients(
         self, state: TrainState, gradients: Params, means: Means, limits: dict[str, Array]
     ) -> tuple[TrainState, Means]:
@@ -291,6 +300,7 @@ class Updater:
         decoder.layout = self.layout
         return decoder
 
+    @jax.named_scope("cast")
     def _rounded(self, params: Params) -> Params:
         return self._stored(jax.tree.map(lambda x: x.astype(self._dtype), params))
 

@@ -14,6 +14,7 @@ from tooljax.config.curriculum import CurriculumConfig as CurriculumConfig
 from tooljax.config.judging import EvaluateConfig as EvaluateConfig
 from tooljax.config.judging import GuardConfig as GuardConfig
 from tooljax.config.mesh import MeshConfig as MeshConfig
+from tooljax.config.profile import ProfileConfig as ProfileConfig
 from tooljax.config.types import Count, CountOrZero, NonNegative, Positive, Range, Seconds
 
 
@@ -336,3 +337,4 @@ class Config:
     guard: GuardConfig = field(default_factory=GuardConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)

@@ -150,7 +150,8 @@ class Decoder(nnx.Module):
             x = block(cfg, params, x, cos, sin, attend, layout)
             return layout.pin(x, "batch", "time", "embed"), None
 
-        x = layout.lookup(self.embedding[...], tokens)
+        with jax.named_scope("embedding"):
+            x = layout.lookup(self.embedding[...], tokens)
         x = layout.pin(x, "batch", "time", "embed")
         x, _ = jax.lax.scan(_rematerialised(layer, layout, remat), x, self.layers.stacked())
         scale = layout.gather(self.final_norm[...], "embed")
@@ -190,11 +191,14 @@ def block(
     if cfg.qk_norm:
         q = rms_norm(q, params["q_norm"], cfg.norm_eps)
         k = rms_norm(k, params["k_norm"], cfg.norm_eps)
-    attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+    with jax.named_scope("attention"):
+        attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
     x = x + dense("TNH,NHD->TD", attended, params["wo"])
     y = rms_norm(x, params["ffw_norm"], cfg.norm_eps)
-    gate = jax.nn.silu(dense("TD,DF->TF", y, params["w_gate"]))
-    return x + dense("TF,FD->TD", gate * dense("TD,DF->TF", y, params["w_up"]), params["w_down"])
+    with jax.named_scope("feed_forward"):
+        wide = jax.nn.silu(dense("TD,DF->TF", y, params["w_gate"]))
+        wide = wide * dense("TD,DF->TF", y, params["w_up"])
+        return x + dense("TF,FD->TD", wide, params["w_down"])
 
 
 def _dense(subscripts: str, x: Array, weight: Array, *, layout: Layout) -> Array:
