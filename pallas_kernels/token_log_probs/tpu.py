@@ -18,7 +18,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.token_log_probs import chunks, mosaic, mosaic_gradients
+from pallas_kernels.token_log_probs import chunks, mosaic, mosaic_gradients, tuned
 from pallas_kernels.token_log_probs.chunks import Gradients, SlopeOf
 from pallas_kernels.token_log_probs.mosaic import LANES, SUBLANES, Run, Tiles
 from pallas_kernels.token_log_probs.problem import (
@@ -126,7 +126,12 @@ def gradient_tiles(tokens: int, embed: int, dtype, vocab_major: bool, device: De
             products = 4 * columns * block * 4 + (columns + block) * mosaic_gradients.DEPTH * 4
             products += _split(block + columns, row, dtype)
             fixed[block, columns] = (2 * row + 4 * row_sum + turned) * columns + products
-    return _fewest_passes(tokens, fixed, each, device)
+    found = _fewest_passes(tokens, fixed, each, device)
+    known = tuned.compiled("tpu gradients", device.kind, embed, jnp.dtype(dtype).name)
+    if known is None or not vocab_major or device.tiles is not None:
+        return found
+    known = _balanced(tokens, known.block, known.columns, known.resident // known.block)
+    return min(found, known, key=lambda tiles: pl.cdiv(tokens, tiles.resident))
 
 
 def _split(rows: int, row: int, dtype) -> int:
@@ -169,6 +174,11 @@ def _resident(
     fit = (VMEM_BYTES[device.kind] - 2 * _MIB - fixed) // (each * block)
     if fit < 1:
         raise NotImplementedError(f"a block of {block} tokens does not fit VMEM of {device.kind}")
+    return _balanced(tokens, block, columns, fit)
+
+
+def _balanced(tokens: int, block: int, columns: int, fit: int) -> Tiles:
+    """Tiles whose passes, of at most `fit` blocks, are the fewest and as even as can be."""
     blocks = pl.cdiv(tokens, block)
     passes = pl.cdiv(blocks, fit)
     return Tiles(block, columns, pl.cdiv(blocks, passes) * block)
