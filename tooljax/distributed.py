@@ -244,6 +244,7 @@ class _Watch:
 
     def tell_failure(self, error: BaseException) -> None:
         """Tells all processes, and has this one end without waiting for them once its error was shown."""
+        self._over.set()  # this one ends by itself
         told = {"process": global_state.process_id, "error": f"{error or type(error).__name__}"}
         with suppress(RuntimeError):  # another one was first
             store().key_value_set(FAILED, json.dumps(told))
