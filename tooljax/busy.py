@@ -99,12 +99,13 @@ def rates(spans: Sequence[Span]) -> list[tuple[float, float]]:
         change
         for start, end, tokens in spans
         if end > start
-        for change in ((start, tokens / (end - start)), (end, -tokens / (end - start)))
+        for change in ((start, tokens / (end - start), 1), (end, -tokens / (end - start), -1))
     )
-    found, rate = [], 0.0
-    for i, (at, change) in enumerate(changes[:-1]):
-        rate += change
+    found, rate, under_way = [], 0.0, 0
+    for i, (at, change, more) in enumerate(changes[:-1]):
+        under_way += more
+        rate = rate + change if under_way else 0.0  # exactly: sums of floats leave a rest
         seconds = changes[i + 1][0] - at
-        if seconds > 0 and rate > 1e-9:
+        if seconds > 0 and under_way:
             found.append((rate, seconds))
     return found

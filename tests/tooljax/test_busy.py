@@ -99,3 +99,10 @@ def test_rates_add_up_over_spans():
         (pytest.approx(rate), pytest.approx(seconds))
         for rate, seconds in ((10, 1), (30, 1), (20, 1), (5, 1))
     ]
+
+
+def test_a_pause_between_spans_has_no_rate():
+    spans = [Span(0, 0.1, 1), Span(0, 0.3, 1), Span(0.05, 0.7, 1), Span(100, 101, 1)]
+    found = rates(spans)
+    assert sum(seconds for _, seconds in found) == pytest.approx(1.7)
+    assert min(rate for rate, _ in found) > 0.9
