@@ -96,6 +96,25 @@ def test_cost_of_a_trajectory():
     assert found.cost(1.5, 6.0) == pytest.approx((2 * 1.5 + 6.0) / 3600 * 8.0 / 8)
 
 
+# --- against runs that were made: benchmarks/async_training.py, the same tasks with and without lag ---
+
+
+def recorded(name: str) -> tuple[Measured, float]:
+    """What was measured of a run, and the mean time of its steps."""
+    file = Path(__file__).parents[1] / "data" / "cost" / f"{name}.json"
+    told = json.loads(file.read_text())
+    steps = [Step(**step) for step in told["steps"]]
+    measured = Measured(Setting(**told["setting"]), steps, told["peak_tokens_per_s"])
+    return measured, float(np.mean([step.step_s for step in steps]))
+
+
+@pytest.mark.parametrize(("known", "asked"), [("lag_0", "lag_1"), ("lag_1", "lag_0")])
+def test_the_step_time_of_another_lag_is_predicted_within_15_percent(known, asked):
+    """Steps of 4.62 s without lag and 2.38 s with: far more apart than that."""
+    (measured, _), (other, truth) = recorded(known), recorded(asked)
+    assert predict(measured, other.setting).step_s == pytest.approx(truth, rel=0.15)
+
+
 # --- from a run's files ---
 
 
