@@ -6,6 +6,9 @@
 The quickstart's job on other data (tooljax.data.prepare.guess_number): a fresh decoder, a cold start on games played
 badly, 20 steps of GRPO through a real sidecar. Held-out games are in ranges that neither the cold start nor GRPO has
 seen. The goal is 80 % of them solved after 20 steps; the same policy with the tool withheld is the baseline.
+
+The goal is not reached (configs/guess_number.gin has the figures). GRPO unlearns answers that come too early, and no
+more: a fifth of the cold start's guesses are numbers that it was told cannot be, and after 20 steps it is a quarter.
 """
 
 import sys
