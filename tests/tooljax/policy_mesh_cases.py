@@ -33,13 +33,13 @@ SHAPE = DecoderConfig(
 )
 
 
-def settings(folder: Path, *, dtype: Any = "float32", **mesh) -> Config:
+def settings(folder: Path, *, dtype: Any = "float32", **mesh: Any) -> Config:
     """Of a small decoder, which is written to the folder unless it is there."""
     if not folder.exists():
         hf.save(random_decoder(SHAPE), folder)
     whole = Config(
         model=ModelConfig(path=str(folder), dtype=dtype, remat=False),
-        mesh=MeshConfig(**{"fsdp": 1} | mesh),
+        mesh=replace(MeshConfig(fsdp=1), **mesh),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
         batch=BatchConfig(row_lengths=(16,), rows_per_microbatch=4),
     )
