@@ -2,9 +2,9 @@
 
     python -m tooljax.compile_check --topology v5e:4x4 --config configs/tpu_v5e_qwen2_5_0_5b.gin
 
---topology is a TPU slice that libtpu knows (v5e:4x4, v5p:2x2x2, v6e:8x8, ...), or cpu:8 for this machine's CPU as eight
-devices. model.path is a folder with a config.json, or ends with a name such as Qwen2.5-7B: no weights are read.
-What is compiled is what a run compiles, for the longest of batch.row_lengths. Nothing is run.
+--topology is a TPU slice that libtpu knows (v5e:4x4, v5p:2x2x2, v6e:8x8, ...), gpu:1 for a GPU of this machine, or
+cpu:8 for its CPU as eight devices. model.path is a folder with a config.json, or ends with a name such as Qwen2.5-7B:
+no weights are read. What is compiled is what a run compiles, for the longest of batch.row_lengths. Nothing is run.
 """
 
 import argparse
@@ -27,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     own.add_argument("--topology", default="")
     chosen, rest = own.parse_known_args(argv)
     config = parse_args(rest, prog=PROG, description=__doc__ or "")
-    # The accelerators of this machine, if it has any, are not needed.
-    jax.config.update("jax_platforms", "cpu")
+    if not chosen.topology.startswith("gpu"):
+        # The accelerators of this machine, if it has any, are not needed.
+        jax.config.update("jax_platforms", "cpu")
     try:
         devices = topology(chosen.topology)
         compiled = compile_update(config, devices)

@@ -1,9 +1,10 @@
-"""The chips and topologies that a program can be compiled for, without being there.
+"""The chips and topologies that a program can be compiled for: TPUs without being there, GPUs that are.
 
 Figures are the vendor's, for bfloat16 and one chip (https://cloud.google.com/tpu/docs/v5e, .../v5p and .../v6e, where
-interconnect bandwidth is given for both directions together; here it is what a chip can send). The memory is what
-libtpu 0.0.50 leaves to a program, as it says itself when one does not fit: a quarter of a GiB less than the chip has
-on a v5e, more on a v6e.
+interconnect bandwidth is given for both directions together; here it is what a chip can send; for GPUs the data sheets
+of H100 SXM and H200, with NVLink). The memory of a TPU is what libtpu 0.0.50 leaves to a program, as it says itself
+when one does not fit: a quarter of a GiB less than the chip has on a v5e, more on a v6e. That of a GPU is what JAX's
+allocator may take of it (XLA_PYTHON_CLIENT_MEM_FRACTION).
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,6 +45,12 @@ CHIPS = {
     "v6e": Chip("v6e", 31.24 * GIB, 918e12, 1.64e12, 400e9),
 }
 
+GPUS = {
+    "NVIDIA H100": Chip("H100", 80e9, 989e12, 3.35e12, 450e9),
+    "NVIDIA H200": Chip("H200", 141e9, 989e12, 4.8e12, 450e9),
+}
+"""By what JAX calls a device begins with."""
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -52,26 +59,34 @@ class Topology:
     name: str
     devices: Sequence[Any]
     chip: Chip | None
-    """None for CPUs: nothing bounds them here."""
+    """None for CPUs, and GPUs that are not known: nothing bounds them here."""
 
     @property
     def kind(self) -> str:
         """As JAX names the devices."""
         return self.devices[0].device_kind
 
+    @property
+    def is_tpu(self) -> bool:
+        """Whether libtpu compiles for it."""
+        return self.devices[0].platform == "tpu"
+
 
 def topology(name: str) -> Topology:
-    """The devices of a name such as "v5e:4x4", or "cpu:8" for this machine's CPU as eight.
+    """The devices of a name such as "v5e:4x4", "gpu:2" for two of this machine's GPUs, or "cpu:8" for its CPU as eight.
 
-    ValueError: no such topology. NoCompiler: libtpu is not installed.
+    ValueError: no such topology. NoCompiler: libtpu is not installed, or there are not the GPUs.
     """
     chip, _, shape = name.partition(":")
     if chip == "cpu" and shape.isdecimal():
         return Topology(name, _cpus(int(shape)), None)
+    if chip == "gpu" and shape.isdecimal():
+        devices = _gpus(name, int(shape))
+        return Topology(name, devices, _gpu_chip(devices[0]))
     if chip not in CHIPS or not re.fullmatch(r"\d+(x\d+)+", shape):
         raise ValueError(
             f"--topology {name!r} is unknown; write a chip of {[*CHIPS]} and its grid, such as v5e:4x4 or v5p:2x2x2, "
-            "or cpu:8"
+            "gpu:1 for a GPU of this machine, or cpu:8"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise NoCompiler(
@@ -87,6 +102,25 @@ def _cpus(count: int) -> list[Any]:
     if not 1 <= count <= len(devices):
         raise ValueError(f"--topology cpu:{count}: JAX has been started with {len(devices)} CPUs")
     return devices[:count]
+
+
+def _gpus(name: str, count: int) -> list[Any]:
+    try:
+        devices = jax.devices("gpu")
+    except RuntimeError:
+        devices = []
+    if not 1 <= count <= len(devices):
+        raise NoCompiler(
+            f"--topology {name}: XLA compiles for GPUs that are there, trying kernels on them, and JAX sees "
+            f"{len(devices)} here; run it on the machine that is to train"
+        )
+    return devices[:count]
+
+
+def _gpu_chip(device: Any) -> Chip | None:
+    found = next((c for kind, c in GPUS.items() if device.device_kind.startswith(kind)), None)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return replace(found, hbm_bytes=float(limit)) if found and limit else found
 
 
 def _tpus(name: str) -> Sequence[Any]:

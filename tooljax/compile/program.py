@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels.token_log_probs import tpu
+from pallas_kernels.token_log_probs import gpu, hopper, tpu
 from tooljax.batch import TrainBatch
 from tooljax.compile.chips import Topology
 from tooljax.compile.hlo import Traffic, traffic
@@ -68,6 +68,7 @@ class Compiled:
     programs: list[Program]
     shape: DecoderConfig
     layout: Layout
+    devices: int
     weights: int
     """Number of them."""
     tokens: int
@@ -82,7 +83,9 @@ def compile_update(config: Config, topology: Topology) -> Compiled:
     too large for a device.
     """
     mesh = make_mesh(**config.mesh.sizes, devices=topology.devices)
-    layout = Layout(mesh, config.model.attention)
+    # One device that is here has no mesh, as in a run: the programs are the very ones that a run compiles.
+    here = mesh.size == 1 and not topology.is_tpu
+    layout = Layout(None if here else mesh, config.model.attention)
     shape = shape_of(config.model.path, config.model.dtype)
     graphdef, params = _abstract_weights(shape, layout)
     policy = Policy(graphdef, params, shape, config.model.path, layout)
@@ -112,19 +115,18 @@ def compile_update(config: Config, topology: Topology) -> Compiled:
                     flops=_flops(name, config, shape) / mesh.size,
                     chunks=_loss_chunks(config, shape, layout),
                     seconds=seconds,
-                    on_tpu=topology.chip is not None,
+                    on_tpu=topology.is_tpu,
                 )
             )
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    return Compiled(
-        programs, shape, layout, count, config.batch.rows_per_microbatch * length, length
-    )
+    tokens = config.batch.rows_per_microbatch * length
+    return Compiled(programs, shape, layout, mesh.size, count, tokens, length)
 
 
 @contextlib.contextmanager
 def _traced_for(topology: Topology) -> Iterator[None]:
     """Kernels are chosen when a program is traced, by the device that it is for."""
-    if topology.chip is None:
+    if not topology.is_tpu:
         yield
         return
     with tpu.compiled_for(tpu.Device(topology.kind)):
@@ -137,7 +139,8 @@ def _traced_for(topology: Topology) -> Iterator[None]:
 def _abstract_weights(shape: DecoderConfig, layout: Layout) -> tuple[nnx.GraphDef, Any]:
     abstract = nnx.eval_shape(lambda: Decoder(shape, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(abstract)
-    assert layout.mesh is not None, "made of one"
+    if layout.mesh is None:
+        return graphdef, params
     placed = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         params,
@@ -163,7 +166,7 @@ def _microbatch(config: Config, layout: Layout) -> TrainBatch:
     if in_reward or (grpo.updates_per_batch > 1 and grpo.rollout_correction != "bypass"):
         batch = replace(batch, old_log_probs=floats)
     prepared, _ = make_objective(config).prepare(batch, lambda batch: floats)
-    place = jax.sharding.NamedSharding(layout.mesh, layout.spec("batch", "time"))  # type: ignore[arg-type]
+    place = layout.mesh and jax.sharding.NamedSharding(layout.mesh, layout.spec("batch", "time"))
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         prepared.microbatches(rows)[0],
@@ -220,12 +223,11 @@ def _held(name: str, state: TrainState, loaded: Any, dtype: str) -> float:
 
 def _bytes(tree: Any) -> float:
     """On one device."""
-    return float(
-        sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(tree)
-        )
-    )
+
+    def part(x: Any) -> tuple[int, ...]:
+        return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+
+    return float(sum(math.prod(part(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
 
 def _flops(name: str, config: Config, shape: DecoderConfig) -> float:
@@ -243,4 +245,7 @@ def _loss_chunks(config: Config, shape: DecoderConfig, layout: Layout) -> int:
     """Of a device's tokens in a full microbatch: the loss goes through them in chunks, as many as are valid."""
     tokens = config.batch.rows_per_microbatch * config.batch.row_lengths[-1]
     mine = tokens // (layout.ways("batch") * layout.ways("time"))
-    return -(-mine // tpu.default_chunk_tokens(shape.vocab // layout.ways("vocab")))
+    vocab = shape.vocab // layout.ways("vocab")
+    if layout.platform in ("gpu", "cuda"):
+        return -(-mine // gpu.default_chunk_tokens(vocab, hopper.Tiles()))
+    return -(-mine // tpu.default_chunk_tokens(vocab))

@@ -57,16 +57,15 @@ def report(config: Config, topology: Topology, compiled: Compiled) -> str:
 
 def _head(config: Config, topology: Topology, compiled: Compiled) -> Iterator[str]:
     mesh = compiled.layout.mesh
-    assert mesh is not None, "compiled for one"
-    sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-    remat = "rematerialised" if config.model.remat else "activations kept"
+    shape = mesh.shape.items() if mesh else ()
+    sizes = " x ".join(f"{axis}={size}" for axis, size in shape if size > 1)
     yield (
         f"{config.model.path}: {compiled.weights / 1e9:.2f} billion weights, {config.model.dtype}, on {topology.name} "
-        f"({mesh.size} x {topology.kind}), mesh {sizes or 'of one device'}"
+        f"({compiled.devices} x {topology.kind}), mesh {sizes or 'of one device'}"
     )
     yield (
-        f"a microbatch: {config.batch.rows_per_microbatch} rows of {compiled.row_length} tokens, {remat}; compiled in "
-        f"{sum(each.compile_s for each in compiled.programs):.0f} s, not run"
+        f"a microbatch: {config.batch.rows_per_microbatch} rows of {compiled.row_length} tokens, model.remat="
+        f"{config.model.remat!r}; compiled in {sum(each.compile_s for each in compiled.programs):.0f} s, not run"
     )
 
 
@@ -106,11 +105,10 @@ def _work(config: Config, topology: Topology, compiled: Compiled) -> Iterator[st
 def _highest_mfu(compiled: Compiled, chip: Chip) -> float:
     """Of full rows, with what is computed a second time as overhead."""
     (gradients,) = [each for each in compiled.programs if each.name == "gradients"]
-    assert compiled.layout.mesh is not None, "compiled for one"
     rows, length = compiled.tokens // compiled.row_length, compiled.row_length
     pairs = rows * length * (length + 1) // 2
     wanted = update_flops(compiled.shape, compiled.tokens, pairs, compiled.tokens)
-    return wanted / compiled.layout.mesh.size / chip.flops / roofline(gradients, chip).seconds
+    return wanted / compiled.devices / chip.flops / roofline(gradients, chip).seconds
 
 
 def _collectives(compiled: Compiled) -> Iterator[str]:
