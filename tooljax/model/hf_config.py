@@ -44,7 +44,7 @@ def read_config(path: str | Path, dtype: Literal["float32", "bfloat16"]) -> Deco
     fields = _read_json(file)
     family = _family(file, fields)
     _refuse_unsupported(file, fields, family)
-    shapes = {name: _whole(file, fields, field) for name, field in _SHAPES.items()}
+    shapes: dict[str, Any] = {n: _whole(file, fields, field) for n, field in _SHAPES.items()}
     theta, scaling = _rope(file, fields)
     kv_heads = _whole(file, fields, "num_key_value_heads", shapes["q_heads"])
     head_dim = _head_dim(file, fields, family)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import TypeVar
 
+from tooljax.model.adapters import input_axes
 from tooljax.model.decoder import DecoderConfig, layer_shapes
 
 Axis = TypeVar("Axis")
@@ -49,7 +50,7 @@ def flat_axes(name: str, shape: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], ...
     """The axes of a layer's weight that are one axis in a checkpoint, for each axis there: outputs, then inputs."""
     if not is_linear(name):
         return (shape,)
-    inputs = 2 if name == "wo" else 1  # attention's output is [q_heads head_dim]
+    inputs = input_axes(name)
     return (shape[inputs:], shape[:inputs])
 
 
