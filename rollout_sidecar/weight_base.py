@@ -4,7 +4,7 @@ A delta is added in place, so that no second copy is needed, and every tensor is
 them: by its hash, and by holding no inf or NaN. `Applied.undo` brings the old bytes back if the engine refuses.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ import xxhash
 from rollout_sidecar.engines.base import WeightTensor
 from rollout_sidecar.protocol import TensorEntry
 from rollout_sidecar.threads import in_threads
-from rollout_sidecar.weight_codec import Delta, decode
+from rollout_sidecar.weight_codec import Delta, decode, decode_all
 
 _EXPONENT = {
     "float32": (np.uint32, 0x7F80_0000),
@@ -24,6 +24,9 @@ _EXPONENT = {
 
 _LOOKED_AT_ONCE = 2**18
 """Elements, so that they stay in the processor's cache."""
+
+_AT_ONCE = 2**25
+"""Bytes of the tensors whose deltas a thread decodes together."""
 
 
 class BadTensor(ValueError):
@@ -100,13 +103,10 @@ class Base:
         """Adds a push to the base and verifies every tensor. BadTensor names one that fails; then the base is what it
         was."""
         applied = Applied()
-
-        def apply_one(entry: TensorEntry) -> None:
-            data = payload[entry.offset : entry.offset + entry.nbytes]
-            self._apply_one(entry, data, applied)
-
         try:
-            in_threads(apply_one, self._largest_first(entries))
+            in_threads(
+                lambda some: self._apply_some(some, payload, applied), self._batches(entries)
+            )
         except BaseException:
             applied.undo(self)
             raise
@@ -120,28 +120,58 @@ class Base:
         """So that no thread is left with a large one at the end."""
         return sorted(entries, key=lambda entry: self.data[entry.name].nbytes, reverse=True)
 
-    def _apply_one(self, entry: TensorEntry, data: np.ndarray, applied: Applied) -> None:
+    def _batches(self, entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
+        """What changed, a thread's work each."""
+        batches: list[list[TensorEntry]] = []
+        nbytes = _AT_ONCE
+        for entry in self._largest_first(entries):
+            if entry.encoding == "same":
+                if entry.hash != self._entries[entry.name].hash:
+                    raise _mismatch(entry, self._entries[entry.name].hash)
+                continue
+            if nbytes >= _AT_ONCE:
+                batches.append([])
+                nbytes = 0
+            batches[-1].append(entry)
+            nbytes += self.data[entry.name].nbytes
+        return batches
+
+    def _apply_some(
+        self, entries: Sequence[TensorEntry], payload: np.ndarray, applied: Applied
+    ) -> None:
         """Runs in several threads, for different tensors. What is to be undone is noted before it is verified."""
-        if entry.encoding == "same":
-            if entry.hash != self._entries[entry.name].hash:
-                raise _mismatch(entry, self._entries[entry.name].hash)
-            return
-        applied.changed.add(entry.name)
-        if entry.encoding == "raw":
-            applied._replaced[entry.name] = self.data[entry.name]
-            self.data[entry.name] = data.copy()
-            verify(entry, self.data[entry.name])
-            return
-        bits = self.data[entry.name].view(np.uint16)
+        coded = {e.name: payload[e.offset : e.offset + e.nbytes] for e in entries}
+        narrow = [entry for entry in entries if entry.encoding == "delta"]
+        deltas = dict(zip((e.name for e in narrow), self._decoded(narrow, coded), strict=True))
+        for entry in entries:
+            applied.changed.add(entry.name)
+            if entry.encoding == "raw":
+                applied._replaced[entry.name] = self.data[entry.name]
+                self.data[entry.name] = coded[entry.name].copy()
+                verify(entry, self.data[entry.name])
+                continue
+            bits = self.data[entry.name].view(np.uint16)
+            now = deltas[entry.name].apply(bits)
+            applied._deltas.append((bits, deltas[entry.name]))
+            _check_hash(entry, self.data[entry.name])
+            # What did not change was finite before.
+            _check_finite(entry, now)
+
+    def _decoded(
+        self, entries: Sequence[TensorEntry], coded: Mapping[str, np.ndarray]
+    ) -> Iterable[Delta]:
+        """BadTensor names the tensor whose delta is none."""
+        sizes = [self.data[entry.name].size // 2 for entry in entries]
+        pairs = [(coded[e.name].data, size) for e, size in zip(entries, sizes, strict=True)]
         try:
-            delta = decode(data.data, bits.size)
-        except ValueError as error:
-            raise BadTensor(entry.name, f"{entry.name}: {error}") from error
-        delta.apply(bits)
-        applied._deltas.append((bits, delta))
-        _check_hash(entry, self.data[entry.name])
-        # What did not change was finite before.
-        _check_finite(entry, bits[delta.positions])
+            return decode_all(pairs)
+        except ValueError:
+            for entry, pair in zip(entries, pairs, strict=True):
+                try:
+                    decode(*pair)
+                except ValueError as error:
+                    raise BadTensor(entry.name, f"{entry.name}: {error}") from error
+            raise
 
 
 def verify(entry: TensorEntry, data: np.ndarray) -> None:

@@ -6,7 +6,15 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_sidecar.weight_codec import Delta, decode, encode, entropy_floor_bits
+from rollout_sidecar.weight_codec import (
+    Delta,
+    Deltas,
+    decode,
+    decode_all,
+    encode,
+    encode_all,
+    entropy_floor_bits,
+)
 
 
 def test_a_worked_case():
@@ -42,6 +50,33 @@ def test_any_change_comes_back(elements, changes):
     assert np.array_equal(restored, new)
     delta.undo(restored)
     assert np.array_equal(restored, old)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.floats(0, 1)), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_several_tensors_are_coded_as_each_alone(tensors):
+    rng = np.random.default_rng(len(tensors))
+    news = [rng.integers(0, 2, size) * (rng.random(size) < share) for size, share in tensors]
+    alone = [Delta.between(np.zeros(new.size, np.uint16), new.astype(np.uint16)) for new in news]
+    together = Deltas(
+        np.concatenate([np.zeros(0, np.int64), *(delta.positions for delta in alone)]),
+        np.concatenate([np.zeros(0, np.uint16), *(delta.moves for delta in alone)]),
+        [delta.positions.size for delta in alone],
+    )
+    coded = encode_all(together)
+    assert coded == [encode(delta) for delta in alone]
+    decoded = decode_all([(data, new.size) for data, new in zip(coded, news, strict=True)])
+    for delta, expected in zip(decoded, alone, strict=True):
+        assert delta.positions.tolist() == expected.positions.tolist()
+        assert delta.moves.tolist() == expected.moves.tolist()
+
+
+def test_one_bad_delta_among_several_is_seen():
+    good = encode(Delta(np.array([5, 90]), np.array([1, 2], np.uint16)))
+    bad = encode(Delta(np.array([5, 150]), np.array([1, 2], np.uint16)))
+    for order in ([good, bad], [bad, good], [good, good[:-1], good]):
+        with pytest.raises(ValueError, match="beyond the 100 of its|not what its header says"):
+            decode_all([(data, 100) for data in order])
 
 
 @pytest.mark.parametrize("gap", [0, 255, 256, 65535, 65536, 2**24, 2**31])

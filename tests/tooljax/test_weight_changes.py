@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tooljax.weights import changes as finding
-from tooljax.weights.changes import alike, find_changes
+from tooljax.weights.changes import Changes, Part, alike, find_changes, in_order
 from tooljax.weights.stopwatch import Stopwatch
 
 
@@ -37,7 +37,7 @@ def found_in(pairs, share=1.0):
 
 def assert_found(changes, old, new):
     assert changes is not None
-    delta = changes.delta()
+    (delta,) = in_order([changes])
     assert delta.positions.tolist() == np.flatnonzero(old != new).tolist()
     restored = old.reshape(-1).copy()
     delta.apply(restored)
@@ -58,7 +58,7 @@ def test_positions_lie_right_across_rows_words_and_blocks_of_marks():
     new[edges] = np.arange(1, len(edges) + 1)
     (changes,) = found_in([(on_device(old), on_device(new))])
     assert_found(changes, old, new)
-    delta = changes.delta()  # type: ignore[union-attr]
+    (delta,) = in_order([changes])  # type: ignore[list-item]
     assert (delta.positions.tolist(), delta.moves.tolist()) == (edges, list(range(1, 11)))
 
 
@@ -69,6 +69,18 @@ def test_arrays_of_one_shape_are_told_apart():
     del some[2]
     for changes, (old, new) in zip(found, some, strict=True):
         assert_found(changes, old, new)
+    together = in_order([changes for changes in found if changes is not None])
+    assert together.counts == [7, 0, 60]
+    for delta, changes in zip(together, found, strict=True):
+        (alone,) = in_order([changes])  # type: ignore[list-item]
+        assert delta.positions.tolist() == alone.positions.tolist()
+        assert delta.moves.tolist() == alone.moves.tolist()
+
+
+def test_eight_arrays_have_room_in_a_sorting_key():
+    parts = [Part((slice(None),), (2**45,), np.array([2**31 - 1]), np.array([65535]))] * 8
+    found = list(in_order([Changes((2**45,), [part]) for part in parts]))
+    assert [(d.positions.tolist(), d.moves.tolist()) for d in found] == [([2**31 - 1], [65535])] * 8
 
 
 @pytest.mark.parametrize("in_flight", [1, 4000, 2**31])
@@ -123,7 +135,7 @@ def test_bits_count_and_not_values():
     new = on_device(np.array([0x8000, 0x7FC0, 0x7FC1, 0x3F80], np.uint16))
     (changes,) = found_in([(old, new)])
     assert changes is not None
-    delta = changes.delta()
+    (delta,) = in_order([changes])
     assert delta.positions.tolist() == [0, 2]
     assert delta.moves.tolist() == [0x8000, 1]
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rollout_sidecar.threads import workers
-from rollout_sidecar.weight_codec import Delta
+from rollout_sidecar.weight_codec import Deltas
 from tooljax.weights.stopwatch import Stopwatch
 
 Index = tuple[slice, ...]
@@ -33,6 +33,9 @@ LARGEST = 2**31 - 1
 
 AT_ONCE = 8
 """Arrays that are compared in one call. More make a program longer to compile, fewer make more calls."""
+
+NUMBER_AT = 61
+"""The bit from which a sorting key has the number of an array, which is below AT_ONCE."""
 
 IN_FLIGHT = 2**31
 """Elements that are compared, at most, before what changed in them is fetched. Their marks take 1/16 of the weights."""
@@ -62,15 +65,23 @@ class Changes(NamedTuple):
     shape: tuple[int, ...]
     parts: list[Part]
 
-    def delta(self) -> Delta:
-        """In order."""
-        keys = [np.zeros(0, np.uint64)]
-        for part in self.parts:
-            at = _global_positions(part.positions, part.shape, part.index, self.shape)
-            keys.append((at.astype(np.uint64) << np.uint64(16)) | part.moves.astype(np.uint64))
-        key = np.concatenate(keys)
-        key.sort()
-        return Delta((key >> np.uint64(16)).astype(np.int64), key.astype(np.uint16))
+
+def in_order(changes: Sequence[Changes]) -> Deltas:
+    """Of at most AT_ONCE arrays, in order: sorted together, by array, position and move."""
+    keys = [np.zeros(0, np.uint64)]
+    counts = []
+    for number, change in enumerate(changes):
+        counts.append(sum(len(part.positions) for part in change.parts))
+        for part in change.parts:
+            at = _global_positions(part.positions, part.shape, part.index, change.shape)
+            key = (at.astype(np.uint64) << np.uint64(16)) | part.moves.astype(np.uint64)
+            keys.append(key | np.uint64(number << NUMBER_AT))
+    key = np.concatenate(keys)
+    key.sort()
+    moves = key.astype(np.uint16)
+    key &= np.uint64((1 << NUMBER_AT) - 1)
+    key >>= np.uint64(16)
+    return Deltas(key.view(np.int64), moves, counts)
 
 
 class _Comparison:

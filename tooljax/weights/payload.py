@@ -4,6 +4,7 @@ import bisect
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -15,8 +16,8 @@ import xxhash
 
 from rollout_sidecar.protocol import TensorEntry, content_hash
 from rollout_sidecar.threads import workers
-from rollout_sidecar.weight_codec import Delta, encode
-from tooljax.weights.changes import Changes, alike, find_changes
+from rollout_sidecar.weight_codec import Delta, encode_all
+from tooljax.weights.changes import Changes, alike, find_changes, in_order
 from tooljax.weights.stopwatch import Stopwatch
 
 DTYPES = get_args(TensorEntry.__annotations__["dtype"])
@@ -145,13 +146,16 @@ def delta_payload(base: Base, tensors: Mapping[str, jax.Array], *, watch: Stopwa
     }
     groups = alike(base.arrays, narrow)
     pairs = [[(base.arrays[name], tensors[name]) for name in names] for names in groups]
+    coding: list[Future[list[Coded]]] = []
     with workers() as pool:
-        coding = {n: pool.submit(coder.replace, n) for n in tensors if n not in narrow}
+        for name in tensors:
+            if name not in narrow:
+                coding.append(pool.submit(lambda name: [coder.replace(name)], name))
         found = find_changes(pairs, share=WORTH_A_DELTA, watch=watch)
         for names, several in zip(groups, found, strict=True):
-            for name, changes in zip(names, several, strict=True):
-                coding[name] = pool.submit(coder.code, name, changes)
-    payload = _assemble([coding[name].result() for name in tensors], tensors, base.data)
+            coding.append(pool.submit(coder.code, names, several))
+    coded = {entry.name: (entry, piece) for task in coding for entry, piece in task.result()}
+    payload = _assemble([coded[name] for name in tensors], tensors, base.data)
     payload.base, payload.deltas, payload.replaced = base, coder.deltas, coder.replaced
     payload.elements = sum(a.size for a in tensors.values() if a.dtype.itemsize == 2)
     payload.changed_elements = sum(coder.changed.values())
@@ -168,15 +172,21 @@ class _Coder:
         """16-bit elements that differ, by tensor."""
         self._base, self._tensors, self._watch = base, tensors, watch
 
-    def code(self, name: str, changes: Changes | None) -> Coded:
-        """A tensor by what changed in it, or whole where that is smaller or not known."""
-        if changes is None:
-            return self.replace(name)
+    def code(self, names: Sequence[str], changes: Sequence[Changes | None]) -> list[Coded]:
+        """Tensors by what changed in them, or whole where that is smaller or not known."""
+        found = [(n, c) for n, c in zip(names, changes, strict=True) if c is not None]
         with self._watch.stage("encode"):
-            delta = changes.delta()
-            if not delta.positions.size:
-                return _same(self._base.entries[name])
-            piece = encode(delta)
+            deltas = in_order([change for _, change in found])
+            pieces = encode_all(deltas)
+        coded = [self.replace(n) for n, c in zip(names, changes, strict=True) if c is None]
+        for (name, _), delta, piece in zip(found, deltas, pieces, strict=True):
+            coded.append(self._apply(name, delta, piece))
+        return coded
+
+    def _apply(self, name: str, delta: Delta, piece: bytes) -> Coded:
+        """Brings the host copy of a tensor up to date."""
+        if not delta.positions.size:
+            return _same(self._base.entries[name])
         data = self._base.data[name]
         with self._watch.stage("apply"):
             delta.apply(data.view(np.uint16))
