@@ -199,7 +199,7 @@ INDEX: dict[str, tuple[str, ...]] = {
     ),
     "23: a resumed run is not the run that was interrupted": (
         "e2e/test_resume.py::test_killed_at_any_step_it_resumes_bit_identically",
-        "e2e/test_resume.py::test_ctrl_c_saves_stops_the_sidecar_and_resumes",
+        "e2e/test_resume.py::test_a_preempted_run_saves_within_its_grace_period_and_resumes",
         "tooljax/test_source.py::test_a_restored_source_goes_on_exactly",
         "tooljax/test_source.py::test_a_position_in_other_data_is_refused",
         "tooljax/test_checkpoint.py::test_an_interrupted_save_is_not_seen",

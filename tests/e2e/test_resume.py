@@ -53,13 +53,13 @@ def start_and_wait_for_step(
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """What was logged, without what a clock said, and what a process of its own had to compile."""
+    """What was logged, without what a clock said and what a process of its own had to compile."""
     file = run_dir / "metrics.jsonl"
     if not file.exists():
         return []
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
     # time/push_s, perf/tokens_per_s, rollout/trajectory_s/mean
-    others = re.compile(r"_s(/|$)|perf/compilations")
+    others = re.compile(r"_s(/|$)|perf/(compilations|update_tflops|mfu)")
     return [{k: v for k, v in row.items() if not others.search(k)} for row in rows]
 
 
