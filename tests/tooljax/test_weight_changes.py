@@ -1,5 +1,6 @@
 """Finding what changed on the devices: exact for every sharding, and given up where too much did."""
 
+from collections import deque
 from typing import Any
 
 import jax
@@ -98,13 +99,43 @@ def test_groups_come_back_in_their_order(monkeypatch, in_flight):
     assert set(watch.seconds) == {"find", "fetch"}
 
 
+def test_remembered_sizes_only_save_time():
+    """More change than the time before, fewer, none, too many."""
+    sizes: dict[int, int] = {}
+    for seed, changed in enumerate((0, 1500, 3, 20000, 1100, 0, 1)):
+        old, new = arrays((200, 150), changed, seed)
+        pairs = [(on_device(old), on_device(new))]
+        ((changes,),) = find_changes([pairs], share=0.5, watch=Stopwatch(), sizes=sizes)
+        if changed == 20000:
+            assert changes is None
+        else:
+            assert_found(changes, old, new)
+    assert sizes == {0: 1024}
+
+
+def test_what_is_remembered_changes_by_large_steps_only():
+    sizes: dict[int, int] = {}
+    seen = []
+    for seed, changed in enumerate((1000, 1100, 1000, 2100, 1000, 0)):
+        old, new = arrays((200, 150), changed, seed)
+        deque(
+            find_changes(
+                [[(on_device(old), on_device(new))]], share=0.5, watch=Stopwatch(), sizes=sizes
+            )
+        )
+        seen.append(sizes[0])
+    assert seen == [1024, 2048, 2048, 4096, 4096, 0]
+
+
 def test_the_next_push_compiles_nothing():
     """Numbers of changes differ from push to push."""
     programs: list[Any] = [finding._marks, finding._picked]
     sizes = []
+    remembered: dict[int, int] = {}
     for seed, changed in enumerate((300, 310, 17, 1000)):
         old, new = arrays((41, 53), changed, seed)
-        found_in([(on_device(old), on_device(new))])
+        pairs = [(on_device(old), on_device(new))]
+        deque(find_changes([pairs], share=1.0, watch=Stopwatch(), sizes=remembered))
         sizes.append([program._cache_size() for program in programs])
     assert sizes == sizes[:1] * 4
 

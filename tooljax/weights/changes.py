@@ -4,13 +4,13 @@ how far they moved.
 Arrays of one shape are compared in one call to a device, because every call, and every wait for an answer, costs more
 than reading a small array, and most where an engine keeps the same device busy. Two calls are made: the first marks the
 changes, one bit an element, and counts them; the second, whose sizes come from a short ladder so that few are compiled,
-picks the marked elements. All first calls are made before the first count is waited for, all second ones before the
-first answer is.
+picks the marked elements. The first time all first calls are made before the first count is waited for, and all second
+ones before the first answer is. From then on both are made at once: about as many elements change as the time before.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,27 +87,40 @@ def in_order(changes: Sequence[Changes]) -> Deltas:
 class _Comparison:
     """Arrays that are alike, being compared. Each step asks the devices, and waits for what the step before asked."""
 
-    def __init__(self, pairs: Sequence[Pair]):
-        """Has the changes marked and counted."""
+    def __init__(self, pairs: Sequence[Pair], share: float, size: int | None):
+        """Has the changes marked and counted, and if it is known how many will be picked, these picked as well."""
         self._like = pairs[0][1]
         self._pairs = pairs
+        self._limit = int(share * self._like.size)
         self._shape = self._like.sharding.shard_shape(self._like.shape)
         self._fits = math.prod(self._shape) <= LARGEST
+        self._picked: tuple[jax.Array, ...] = ()
+        self._size = -1
+        """How many elements are picked of each shard; below 0 before any are."""
         if self._fits:
             self._indices, self._mesh, self._old, self._new = _local(pairs)
             self._words, self._counts = _marks(self._old, self._new, mesh=self._mesh)
             self._counts.copy_to_host_async()
+            if size is not None:
+                self._pick(size)
 
-    def pick(self, share: float) -> None:
-        """Waits for the counts, and has the marked elements picked where they are few."""
-        self._picked: tuple[jax.Array, ...] = ()
+    def pick(self) -> int:
+        """Waits for the counts, and has the marked elements picked where they are few. Gives how many to pick the next
+        time."""
         if not self._fits:
-            return
+            return 0
         counted = np.asarray(self._counts)
-        self._few = counted.sum(axis=0, dtype=np.int64) <= int(share * self._like.size)
+        self._few = counted.sum(axis=0, dtype=np.int64) <= self._limit
         self._wanted = np.where(self._few, counted, np.int32(0))
-        if self._wanted.any():
-            size = min(_ladder(int(self._wanted.max())), math.prod(self._shape))
+        wanted = _ladder(int(self._wanted.max()), math.prod(self._shape))
+        if wanted > self._size:
+            self._pick(wanted)
+        # Numbers on both sides of a step of the ladder should neither be picked twice nor compile more.
+        return self._size if self._size <= 4 * wanted else wanted
+
+    def _pick(self, size: int) -> None:
+        self._size, self._picked = size, ()
+        if size:
             self._picked = _picked(self._words, self._old, self._new, mesh=self._mesh, size=size)
             for array in self._picked:
                 array.copy_to_host_async()
@@ -117,7 +130,7 @@ class _Comparison:
         if not self._fits:
             return [None] * len(self._pairs)
         parts: list[list[Part]] = [[] for _ in self._pairs]
-        if self._picked:
+        if self._wanted.any():
             positions, moves = map(np.asarray, self._picked)
             for shard, index in enumerate(self._indices):
                 for number, count in enumerate(self._wanted[shard]):
@@ -128,36 +141,58 @@ class _Comparison:
 
 
 def find_changes(
-    groups: Iterable[Sequence[Pair]], *, share: float, watch: Stopwatch
+    groups: Sequence[Sequence[Pair]],
+    *,
+    share: float,
+    watch: Stopwatch,
+    sizes: dict[int, int] | None = None,
 ) -> Iterator[list[Changes | None]]:
     """For each group, what changed from the first array of each pair to the second; None where more than that share of
     the elements did, or a shard is larger than LARGEST.
 
     Each shard is compared on its own device, so that a sharded array is gathered nowhere. All arrays of a group must
     agree in shape (of one dimension or more) and dtype (of 2 bytes), the first ones in their sharding, and the second
-    ones. `watch` gets the seconds of "find", in which the devices compare and count, and of "fetch".
+    ones. `watch` gets the seconds of "find", until all has been asked of the devices, and of "fetch".
+
+    Args:
+        sizes: what is remembered from one comparison of the same groups to the next; empty before the first.
     """
-    with workers() as asking:  # in threads for the first time's sake, when programs are compiled
+    sizes = {} if sizes is None else sizes
+    with workers() as asking:
         for several in _in_flight(groups):
             with watch.stage("find"):
-                under_way = deque(asking.map(_Comparison, several))
-                deque(asking.map(lambda each: each.pick(share), under_way), maxlen=0)
-            while under_way:
+                known = [sizes.get(number) for number, _ in several]
+                begin = [
+                    partial(_Comparison, pairs, share, size)
+                    for (_, pairs), size in zip(several, known, strict=True)
+                ]
+                if (
+                    None in known
+                ):  # in threads, because programs are compiled; and all picked before any is fetched
+                    under_way = deque(asking.map(lambda call: call(), begin))
+                    deque(asking.map(_Comparison.pick, under_way), maxlen=0)
+                else:
+                    under_way = deque(call() for call in begin)
+            for number, _ in several:
                 with watch.stage("fetch"):
-                    changes = under_way.popleft().changes()
+                    comparison = under_way.popleft()
+                    sizes[number] = comparison.pick()
+                    changes = comparison.changes()
                 yield changes
 
 
-def _in_flight(groups: Iterable[Sequence[Pair]]) -> Iterator[list[Sequence[Pair]]]:
-    """Groups of at most IN_FLIGHT elements together, or of one."""
-    several: list[Sequence[Pair]] = []
+def _in_flight(
+    groups: Sequence[Sequence[Pair]],
+) -> Iterator[list[tuple[int, Sequence[Pair]]]]:
+    """Groups, with their numbers, of at most IN_FLIGHT elements together, or one."""
+    several: list[tuple[int, Sequence[Pair]]] = []
     elements = 0
-    for pairs in groups:
+    for number, pairs in enumerate(groups):
         size = len(pairs) * pairs[0][1].size
         if several and elements + size > IN_FLIGHT:
             yield several
             several, elements = [], 0
-        several.append(pairs)
+        several.append((number, pairs))
         elements += size
     if several:
         yield several
@@ -222,7 +257,8 @@ def _positions(words: jax.Array, *, size: int) -> jax.Array:
     """Where the first `size` marks are, word by word."""
     ends = jnp.cumsum(_ones(words))
     ranks = jnp.arange(size, dtype=jnp.int32)
-    at = jnp.searchsorted(ends, ranks, side="right").astype(jnp.int32)
+    # Unrolled, it is a single program to a GPU instead of a loop of many.
+    at = jnp.searchsorted(ends, ranks, side="right", method="scan_unrolled").astype(jnp.int32)
     at = jnp.minimum(at, jnp.int32(words.size - 1))
     word = words[at]
     bit = _nth_bit(word, ranks - (ends[at] - _ones(word)))
@@ -269,9 +305,9 @@ def _local(pairs: Sequence[Pair]) -> tuple[list[Index], Mesh, Arrays, Arrays]:
     return [shard.index for shard in held], mesh, old, new
 
 
-def _ladder(count: int) -> int:
-    """The next power of 2, at least 1024."""
-    return max(1024, 1 << (count - 1).bit_length())
+def _ladder(count: int, most: int) -> int:
+    """The next power of 2, at least 1024; but not more than `most`, and 0 for 0."""
+    return min(max(1024, 1 << (count - 1).bit_length()), most) if count else 0
 
 
 def _global_positions(

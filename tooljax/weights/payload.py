@@ -134,11 +134,20 @@ def full_payload(
     return _assemble(coded, arrays, data)
 
 
-def delta_payload(base: Base, tensors: Mapping[str, jax.Array], *, watch: Stopwatch) -> Payload:
+def delta_payload(
+    base: Base,
+    tensors: Mapping[str, jax.Array],
+    *,
+    watch: Stopwatch,
+    sizes: dict[int, int] | None = None,
+) -> Payload:
     """What changed since `base`, whose host copy is brought up to date in place.
 
     Tensors of 16-bit elements are sent as deltas where that is smaller, others whole; those without a change are only
     named. While the devices compare some, threads code others.
+
+    Args:
+        sizes: what is remembered from push to push, to find changes sooner; empty before the first.
     """
     coder = _Coder(base, tensors, watch)
     narrow = {
@@ -151,7 +160,7 @@ def delta_payload(base: Base, tensors: Mapping[str, jax.Array], *, watch: Stopwa
         for name in tensors:
             if name not in narrow:
                 coding.append(pool.submit(lambda name: [coder.replace(name)], name))
-        found = find_changes(pairs, share=WORTH_A_DELTA, watch=watch)
+        found = find_changes(pairs, share=WORTH_A_DELTA, watch=watch, sizes=sizes)
         for names, several in zip(groups, found, strict=True):
             coding.append(pool.submit(coder.code, names, several))
     coded = {entry.name: (entry, piece) for task in coding for entry, piece in task.result()}

@@ -105,6 +105,8 @@ class WeightSender:
         self._layout: list[TensorEntry] | None = None
         """Of a full push in full mode, once one was made."""
         self._last: tuple[Payload, int] | None = None
+        self._sizes: dict[int, int] = {}
+        """Of what changed in the last push, to find it sooner in the next."""
 
     async def push(
         self,
@@ -183,7 +185,8 @@ class WeightSender:
             return known(await asyncio.to_thread(fetch))
         named = dict(tensors)
         if base is not None and base.fits(named):
-            return known(await asyncio.to_thread(partial(delta_payload, base, named, watch=watch)))
+            find = partial(delta_payload, base, named, watch=watch, sizes=self._sizes)
+            return known(await asyncio.to_thread(find))
         shapes = ((name, str(array.dtype), array.shape) for name, array in named.items())
         return Streamed(layout(shapes), named.items(), keep_arrays=True, watch=watch)
 
