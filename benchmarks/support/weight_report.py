@@ -9,7 +9,7 @@ FLOOR_RATIO, FULL_RATIO, PAUSE_MS, DISK_RATIO = 1.25, 30.0, 100.0, 5.0
 SGLang's update from a folder at least."""
 
 CODING = ("find", "fetch", "encode", "apply", "copy", "hash")
-SIDECAR = ("verify", "stage", "pause", "probe")
+SIDECAR = ("verify", "stage", "pause")
 
 
 class Push(NamedTuple):
