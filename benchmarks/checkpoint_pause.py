@@ -111,7 +111,7 @@ def make_trainer(size: str) -> tuple[Policy, Any]:
     config = Config()
     config = replace(
         config,
-        model=replace(config.model, dtype=dtype, remat=False),
+        model=replace(config.model, dtype=dtype, remat="none"),
         batch=replace(config.batch, rows_per_microbatch=1),
         grpo=replace(config.grpo, kl_coef=0.0),
     )

@@ -178,7 +178,7 @@ def make_policy(args: argparse.Namespace) -> tuple[Any, Any]:
     config = Config()
     config = replace(
         config,
-        model=replace(config.model, dtype="bfloat16", remat=False),
+        model=replace(config.model, dtype="bfloat16", remat="none"),
         batch=replace(config.batch, rows_per_microbatch=1),
         optimizer=replace(config.optimizer, warmup_steps=1),
     )

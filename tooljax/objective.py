@@ -22,6 +22,7 @@ from tooljax.grpo.kl import k3, kl_estimate
 from tooljax.grpo.policy_losses import PolicyLoss, importance_ratio
 from tooljax.grpo.preparation import Correction, LogProbs, Preparation, Rejection
 from tooljax.model.decoder import Decoder
+from tooljax.model.remat import Remat
 from tooljax.sampled import Sampled, sampled_log_probs, sampled_loss
 
 Batch = TypeVar("Batch", bound=TrainBatch | PackedBatch)
@@ -57,7 +58,7 @@ class Objective(Protocol):
         denominator: Float[Array, ""],
         *,
         temperature: float,
-        remat: bool,
+        remat: Remat,
     ) -> tuple[Float[Array, ""], Means, Sampled]:
         """The loss of a microbatch, its metrics, and the log-probs that both were made from. `denominator` is the
         number of loss tokens of the whole batch. A replay has no decoder, but what it said then."""
@@ -100,7 +101,7 @@ class GrpoObjective:
         denominator: Float[Array, ""],
         *,
         temperature: float,
-        remat: bool,
+        remat: Remat,
     ) -> tuple[Float[Array, ""], Means, Sampled]:
         """As Objective.__call__, for a batch that has been prepared.
 
@@ -180,7 +181,7 @@ class SftObjective:
         denominator: Float[Array, ""],
         *,
         temperature: float,
-        remat: bool,
+        remat: Remat,
     ) -> tuple[Float[Array, ""], Means, Sampled]:
         """As Objective.__call__, but at temperature 1 whatever is given."""
         loss, log_probs, entropy = sampled_loss(

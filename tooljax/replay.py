@@ -218,7 +218,7 @@ def _replay_loss(
         jax.device_put(batch),
         jnp.float32(batch.loss_tokens),
         temperature=config.sampling.temperature,
-        remat=False,
+        remat="none",
     )[1]
     for name, value in (found | means).items():
         if name in told:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.token_log_probs import Shards, token_log_probs, token_loss
 from tooljax.batch import TrainBatch
 from tooljax.model.decoder import Decoder
+from tooljax.model.remat import Remat
 from tooljax.sharding import Layout
 
 
@@ -31,7 +32,7 @@ def sampled_log_probs(
     batch: TrainBatch,
     *,
     temperature: float,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     """Log-prob of each loss token given the earlier tokens of its segment, and the entropy of what it was drawn from.
 
@@ -59,7 +60,7 @@ def sampled_loss(
     denominator: Float[Array, ""],
     *,
     temperature: float,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[Float[Array, ""], Float[Array, "rows time"], Float[Array, "rows time"]]:
     """Sum of loss_of(log_probs, given) over loss tokens; log-probs and entropy as above, without gradients.
 
@@ -89,7 +90,7 @@ def sampled_loss(
     return loss, _at_targets(out.log_prob, batch, layout), _at_targets(out.entropy, batch, layout)
 
 
-def _predictions(decoder: Decoder, batch: TrainBatch, *, remat: bool) -> tuple[Array, Array, Array]:
+def _predictions(decoder: Decoder, batch: TrainBatch, *, remat: Remat) -> tuple[Array, Array, Array]:
     """Hidden states, the tokens they predict, and whether those are in the loss; rows and time as one axis."""
     tokens, mask = jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask)
     hidden = decoder.hidden(tokens, batch.positions, batch.segment_ids, remat=remat)

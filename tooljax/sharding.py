@@ -197,8 +197,6 @@ class Layout:
     mesh: Mesh | None = None
     attention: str = "auto"
     """What computes attention (tooljax.model.attention)."""
-    keep: str = "nothing"
-    """What rematerialised layers keep for the backward pass beside their input: nothing, or "products" with weights."""
 
     @property
     def gathers(self) -> bool:
@@ -214,6 +212,15 @@ class Layout:
     def platform(self) -> str:
         """Of the devices, which need not be this machine's: a program may be compiled for others."""
         return self.device.platform
+
+    def check_host_memory(self, setting: str, way_out: str) -> None:
+        """ValueError unless the devices' programs can keep arrays in the host's memory, as `setting` wants."""
+        kinds = [memory.kind for memory in self.device.addressable_memories()]
+        if "pinned_host" not in kinds:
+            raise ValueError(
+                f"{setting} keeps arrays in pinned host memory, which {self.platform} devices with this version of "
+                f"JAX do not have (they have {', '.join(kinds)}); {way_out}"
+            )
 
     def splits(self, axis: str) -> tuple[str, ...]:
         """The mesh axes of more than one device that split a logical axis."""

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from tooljax.batch import Batch, PackedBatch, TrainBatch
 from tooljax.compilations import Compilations
 from tooljax.model.decoder import Decoder
+from tooljax.model.remat import Remat, check_remat
 from tooljax.objective import LARGEST, Means, Objective, SftObjective
 from tooljax.optimizer import Optimizer
 from tooljax.pytree import pytree_dataclass
@@ -64,7 +65,7 @@ class Updater:
         temperature: float,
         objective: Objective,
         rows_per_microbatch: int,
-        remat: bool,
+        remat: Remat,
         layout: Layout = ONE_DEVICE,
     ):
         if rows_per_microbatch % layout.ways("batch"):
@@ -79,7 +80,8 @@ class Updater:
         self._temperature = temperature
         self._objectives: dict[str, Objective] = {"grpo": objective, "sft": SftObjective()}
         self._rows = rows_per_microbatch
-        self._remat = remat
+        check_remat(remat, layout)
+        self._remat: Remat = remat
         self.layout = layout
         """Where everything is."""
         self._cast = jax.jit(self._rounded)

@@ -38,7 +38,7 @@ def settings(folder: Path, *, dtype: Any = "float32", **mesh: Any) -> Config:
     if not folder.exists():
         hf.save(random_decoder(SHAPE), folder)
     whole = Config(
-        model=ModelConfig(path=str(folder), dtype=dtype, remat=False),
+        model=ModelConfig(path=str(folder), dtype=dtype, remat="none"),
         mesh=replace(MeshConfig(fsdp=1), **mesh),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
         batch=BatchConfig(row_lengths=(16,), rows_per_microbatch=4),

@@ -49,14 +49,14 @@ def test_values_comments_and_brackets_over_lines(write):
         "    'b#c.parquet',\n"
         ")\n"
         "\n"
-        "  model.remat=False\n"
+        "  model.remat='none'\n"
         "batch.row_lengths = [512, 4096]\n"
         "run.dir = 'runs/' 'x'\n"
     )
     config = load_config([name])
     assert config.grpo.kl_coef == 0.01
     assert config.data.train == ("a.parquet", "b#c.parquet")
-    assert config.model.remat is False
+    assert config.model.remat == "none"
     assert config.batch.row_lengths == (512, 4096)
     assert config.run.dir == "runs/x"
     assert config.grpo.group_size == Config().grpo.group_size
@@ -132,7 +132,7 @@ def test_bindings_on_the_command_line(binding, section, field, value):
             "steps = 100",
             "'steps' has no section: every field is section.field, and gin's macros are not",
         ),
-        ("steps = 100", "Did you mean run.steps or sft.steps?"),
+        ("steps = 100", "Did you mean run.steps or sft.steps or profile.steps?"),
         (
             "grpo.kl_coef = '0.01'",
             "grpo.kl_coef takes float >= 0, got '0.01' (str); write it without quotes",
@@ -151,7 +151,7 @@ def test_bindings_on_the_command_line(binding, section, field, value):
         ),
         ("run.steps = True", "run.steps takes int >= 1, got True (bool)"),
         ("run.steps = '5'", "run.steps takes int >= 1, got '5' (str); write it without quotes"),
-        ("model.remat = 1", "model.remat takes bool, got 1 (int); write True or False"),
+        ("data.shuffle = 1", "data.shuffle takes bool, got 1 (int); write True or False"),
         ("model.path = 3", "model.path takes str, got 3 (int)"),
         ("model.path = x", "model.path takes str, got 'x', which is not a Python literal"),
         (
@@ -209,7 +209,7 @@ def test_a_mistake_in_a_file_is_named_with_its_line(write, line, sentence):
         ),
         ("run.steps=abc", "run.steps takes int >= 1, got 'abc' (str)"),
         ("run.steps=1e3", "run.steps takes int >= 1, got 1000.0 (float); write 1000"),
-        ("model.remat=true", "model.remat takes bool, got 'true' (str); write True or False"),
+        ("data.shuffle=true", "data.shuffle takes bool, got 'true' (str); write True or False"),
         ("model.dtype=bfloat15", "got 'bfloat15' (str). Did you mean 'bfloat16'?"),
         ("data.train=a.parquet", "got 'a.parquet' (str); write ('a.parquet',) for a single one"),
         ("steps=3", "'steps' has no section"),

@@ -166,7 +166,7 @@ def loss_and_slope(objective, batch, now):
 
     def loss(log_probs):
         sampled = Sampled(log_probs, jnp.zeros_like(log_probs))
-        return objective(sampled, placed, count, temperature=1.0, remat=False)[0]
+        return objective(sampled, placed, count, temperature=1.0, remat="none")[0]
 
     value, slope = jax.value_and_grad(loss)(jnp.asarray(laid(now, batch)))
     return float(value), np.concatenate([cut[1:] for cut in unpack(slope, batch)]), metrics
@@ -228,7 +228,7 @@ def test_the_mismatch_is_between_engine_and_trainer_whoever_is_in_the_ratio(bypa
     batch = make_batch(old, rollout)
     prepared = jax.device_put(how.prepare(batch, lambda _: laid(now, batch))[0])
     sampled = Sampled(jnp.asarray(laid(now, batch)), jnp.zeros(batch.tokens.shape))
-    means = how(sampled, prepared, jnp.float32(10), temperature=1.0, remat=False)[1]
+    means = how(sampled, prepared, jnp.float32(10), temperature=1.0, remat="none")[1]
     d = (now if bypass else old) - rollout
     assert float(means["policy/kl_mismatch"]) == pytest.approx((np.exp(d) - 1 - d).mean(), abs=1e-6)
 

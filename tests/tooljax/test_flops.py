@@ -25,9 +25,10 @@ def test_by_hand():
     # 5 tokens, one segment of 3 and one of 2: 6 + 3 pairs, 4 x 2 layers x 8 of each; 2 x 8 x 19 a predicted token.
     assert forward_flops(CONFIG, 5, 9, 2) == 2 * 960 * 5 + 64 * 9 + 304 * 2
     assert update_flops(CONFIG, 5, 9, 2) == 3 * forward_flops(CONFIG, 5, 9, 2)
-    twice = forward_flops(CONFIG, 5, 9, 0)
-    assert executed_flops(CONFIG, 5, 9, 2, remat=True) == update_flops(CONFIG, 5, 9, 2) + twice
-    assert executed_flops(CONFIG, 5, 9, 2, remat=False) == update_flops(CONFIG, 5, 9, 2)
+    products, attention = 2 * 960 * 5, 64 * 9
+    again = {"none": 0, "dots": attention, "offload": attention, "attention": products}
+    for remat, flops in (again | {"full": products + attention}).items():
+        assert executed_flops(CONFIG, 5, 9, 2, remat=remat) == update_flops(CONFIG, 5, 9, 2) + flops
 
 
 def test_pairs_are_those_of_segments():

@@ -111,7 +111,7 @@ class World:
         def loss(log_probs):
             sampled = Sampled(log_probs, jnp.zeros_like(log_probs))
             count = jnp.float32(prepared.loss_tokens)
-            return objective(sampled, prepared, count, temperature=1.0, remat=False)[0]
+            return objective(sampled, prepared, count, temperature=1.0, remat="none")[0]
 
         value, slope = jax.value_and_grad(loss)(jnp.asarray(now))
         return float(value), [cut[2:] for cut in unpack(slope, batch)]
@@ -322,7 +322,7 @@ def test_the_entropy_bonus_is_taken_off_the_loss():
         now = world.laid(world.now, batch)
         prepared = jax.device_put(objective.prepare(batch, lambda _, now=now: now)[0])
         sampled = Sampled(jnp.asarray(now), jnp.asarray(entropy))
-        losses.append(objective(sampled, prepared, jnp.float32(17), temperature=1.0, remat=False))
+        losses.append(objective(sampled, prepared, jnp.float32(17), temperature=1.0, remat="none"))
     # 0.2 x 1.5 a token, 17 tokens over 5 sequences
     difference = float(losses[0][0] - losses[1][0])
     assert difference == pytest.approx(0.2 * 1.5 * 17 / 5, abs=1e-6)

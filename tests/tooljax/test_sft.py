@@ -58,7 +58,7 @@ def world(tmp_path_factory):
 def config(world, output, *, steps: int = 12, **sft) -> Config:
     return Config(
         run=RunConfig(seed=1, progress="plain"),
-        model=ModelConfig(path=str(world / "model"), dtype="float32", remat=False),
+        model=ModelConfig(path=str(world / "model"), dtype="float32", remat="none"),
         optimizer=OptimizerConfig(warmup_steps=0),
         batch=BatchConfig(row_lengths=(128,), rows_per_microbatch=4),
         mesh=MeshConfig(fsdp=1),

@@ -320,16 +320,6 @@ def test_init_leaves_the_given_weights_usable():
     np.testing.assert_array_equal(updater.log_probs(params, batch), before)
 
 
-def test_remat_gives_the_same_gradient():
-    _, params = model()
-    batch = pack(new_items(), row_lengths=(16,), rows_multiple=1)
-    kept, recomputed = (
-        gradient(new_updater(remat=remat), params, batch) for remat in (False, True)
-    )
-    for name, value in kept.items():
-        np.testing.assert_allclose(recomputed[name], value, **tol(np.float32, gradient=True))
-
-
 def test_a_missing_reference_is_refused():
     _, params = model()
     updater = new_updater(kl_coef=0.5)

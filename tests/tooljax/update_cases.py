@@ -61,7 +61,7 @@ def new_updater(*, learning_rate: float = 0.01, kl_coef: float = 0.0, **changes)
             Preparation(PolicyLoss("vanilla", clip_low=0.2, clip_high=0.3)), kl_coef
         ),
         "rows_per_microbatch": 1,
-        "remat": False,
+        "remat": "none",
     } | changes
     graphdef = settings.pop("graphdef", None) or model(settings["dtype"])[0]
     return Updater(graphdef, optimizer, **settings)

@@ -70,6 +70,11 @@ def _count(value: Any) -> int:
     return max(0, int(value))
 
 
+def _remat(value: Any) -> str:
+    """verl computes whole layers again, or nothing."""
+    return "full" if value else "none"
+
+
 def _text(value: Any) -> str:
     """Text that verl leaves out by writing null."""
     if value is None:
@@ -103,7 +108,7 @@ OPTIONS: dict[str, Option] = {
         Option("data.sampler.class_path", "curriculum.class_path", _text),
         Option("data.sampler.class_name", "curriculum.class_name", _text),
         Option("actor_rollout_ref.model.path", "model.path", str),
-        Option("actor_rollout_ref.model.enable_gradient_checkpointing", "model.remat", bool),
+        Option("actor_rollout_ref.model.enable_gradient_checkpointing", "model.remat", _remat),
         Option(f"{ROLLOUT}.n", "grpo.group_size", int),
         Option(f"{ROLLOUT}.temperature", "sampling.temperature", float),
         Option(f"{ROLLOUT}.top_p", "sampling.top_p", float),

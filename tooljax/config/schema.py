@@ -15,7 +15,15 @@ from tooljax.config.judging import EvaluateConfig as EvaluateConfig
 from tooljax.config.judging import GuardConfig as GuardConfig
 from tooljax.config.mesh import MeshConfig as MeshConfig
 from tooljax.config.profile import ProfileConfig as ProfileConfig
-from tooljax.config.types import Count, CountOrZero, NonNegative, Positive, Range, Seconds
+from tooljax.config.types import (
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    Range,
+    Remat,
+    Seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +48,10 @@ class ModelConfig:
     """Hugging Face folder: config.json, safetensors, tokenizer.json, chat template."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the trained weights and of what is sent to the engines. Softmax and log-probs are float32 always."""
-    remat: bool = True
-    """Recompute each layer in the backward pass instead of storing its activations."""
+    remat: Remat = "full"
+    """What the backward pass computes again of each layer. none: nothing, all activations are kept; dots: attention and
+    what is elementwise; attention: all but attention; full: the layer. offload: as dots, with what is kept in the
+    host's memory."""
     attention: Literal["auto", "plain", "blockwise", "cudnn", "splash"] = "auto"
     """What computes attention in the trainer: the best that can serve, or one by name. cudnn needs NVIDIA GPUs and
     bfloat16, splash TPUs; plain holds the scores of all pairs of a row, blockwise those of a block."""

@@ -1,6 +1,6 @@
 """Types of settings, with the values that they take. Standard library only, like the schema that is written in them."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 
 class Range(NamedTuple):
@@ -18,3 +18,5 @@ Seconds = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(low=0)]
 Positive = Annotated[float, Range(above=0)]
 Fraction = Annotated[float, Range(low=0, high=1)]
+
+Remat = Literal["none", "dots", "attention", "offload", "full"]

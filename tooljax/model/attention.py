@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tooljax.model import attention_blockwise, attention_cudnn, attention_splash
 from tooljax.model.precision import matmul_precision
+from tooljax.model.remat import attended
 from tooljax.sharding import Layout
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -116,7 +117,7 @@ def masked_attention(
     weights = jax.nn.softmax(jnp.where(seen, scores * head_dim**-0.5, -1e30), axis=-1)
     weights = jnp.where(seen, weights, 0.0)
     out = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(dtype), v, precision=precision)
-    return out.reshape(batch, time, q_heads, head_dim)
+    return attended(out.reshape(batch, time, q_heads, head_dim))
 
 
 def segment_mask(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch time time"]:

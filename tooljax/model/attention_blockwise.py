@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tooljax.model.precision import matmul_precision
+from tooljax.model.remat import attended
 from tooljax.sharding import Layout
 
 BLOCK = 512
@@ -107,8 +108,9 @@ def _forward(whole: bool, q, k, v, q_segments, k_segments, first):
 
     (total, highest, weight), _ = jax.lax.scan(pair, start, _pairs(whole, time, k.shape[1], sizes))
     safe = jnp.where(weight > 0, weight, 1.0)
-    out = (total / jnp.moveaxis(safe, 3, 1)[..., None]).astype(q.dtype)
-    return out, (q, k, v, q_segments, k_segments, first, out, highest + jnp.log(safe))
+    out = attended((total / jnp.moveaxis(safe, 3, 1)[..., None]).astype(q.dtype))
+    log_weight = attended(highest + jnp.log(safe))
+    return out, (q, k, v, q_segments, k_segments, first, out, log_weight)
 
 
 def _backward(whole: bool, saved: tuple, d_out: Array):

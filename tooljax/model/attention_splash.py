@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tooljax.model.remat import ATTENDED
 from tooljax.sharding import Layout
 
 _BLOCKS = (1024, 512, 256, 128)
@@ -58,6 +59,7 @@ def attend(
         ),
         head_shards=1,
         q_seq_shards=1,
+        residual_checkpoint_name=ATTENDED,
         interpret=interpret,
     )
     scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)

@@ -9,7 +9,6 @@ Axes in einsum strings: B batch, T query time, S key time, D embed, N query head
 G query heads a key head serves, H head_dim, F ffw, V vocab, L layer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,7 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from tooljax.model.attention import Attend, segment_attention
 from tooljax.model.precision import matmul_precision
-from tooljax.sharding import GATHERED, ONE_DEVICE, Layout
+from tooljax.model.remat import Remat, rematerialised
+from tooljax.sharding import ONE_DEVICE, Layout
 
 LayerParams = dict[str, Array]
 """The weights of one layer, or of all layers stacked, by the names used in `layer_shapes`."""
@@ -132,7 +132,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch time"],
         segment_ids: Int[Array, "batch time"],
         *,
-        remat: bool = False,
+        remat: Remat = "none",
     ) -> Float[Array, "batch time embed"]:
         """Hidden states after the final norm.
 
@@ -153,7 +153,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("embedding"):
             x = layout.lookup(self.embedding[...], tokens)
         x = layout.pin(x, "batch", "time", "embed")
-        x, _ = jax.lax.scan(_rematerialised(layer, layout, remat), x, self.layers.stacked())
+        x, _ = jax.lax.scan(rematerialised(layer, layout, remat), x, self.layers.stacked())
         scale = layout.gather(self.final_norm[...], "embed")
         return rms_norm(x, scale, cfg.norm_eps)
 
@@ -208,17 +208,6 @@ def _dense(subscripts: str, x: Array, weight: Array, *, layout: Layout) -> Array
     """
     out = jnp.einsum(subscripts, layout.merged(x), weight, precision=matmul_precision(x.dtype))
     return layout.parted(out, x.shape[0])
-
-
-def _rematerialised(layer: Callable, layout: Layout, remat: bool) -> Callable:
-    policies = jax.checkpoint_policies
-    if not remat:
-        # All is kept but the gathered weights, which would be a whole copy of the model on every device.
-        gathered = policies.save_anything_except_these_names(GATHERED)
-        return jax.checkpoint(layer, policy=gathered) if layout.gathers else layer
-    # Products with weights have no batch axis; those of attention have, and are computed again.
-    keep = policies.dots_with_no_batch_dims_saveable if layout.keep == "products" else None
-    return jax.checkpoint(layer, policy=keep)
 
 
 def embed(embedding: Float[Array, "vocab embed"], tokens: Int[Array, "batch time"]) -> Array:

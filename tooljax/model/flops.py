@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from tooljax.model.decoder import DecoderConfig
+from tooljax.model.remat import Remat
 
 
 def layer_weights(cfg: DecoderConfig) -> int:
@@ -31,10 +32,17 @@ def update_flops(cfg: DecoderConfig, tokens: int, pairs: int, predicted: int) ->
 
 
 def executed_flops(
-    cfg: DecoderConfig, tokens: int, pairs: int, predicted: int, *, remat: bool
+    cfg: DecoderConfig, tokens: int, pairs: int, predicted: int, *, remat: Remat
 ) -> float:
-    """What an update computes: with `remat`, layers twice forward; the head only once either way."""
-    again = forward_flops(cfg, tokens, pairs, 0) if remat else 0.0
+    """What an update computes: of the layers' forward pass, a second time what `remat` does not keep; the head only
+    once either way."""
+    again = {
+        "none": 0.0,
+        "dots": forward_flops(cfg, 0, pairs, 0),
+        "attention": forward_flops(cfg, tokens, 0, 0),
+        "offload": forward_flops(cfg, 0, pairs, 0),
+        "full": forward_flops(cfg, tokens, pairs, 0),
+    }[remat]
     return update_flops(cfg, tokens, pairs, predicted) + again
 
 
