@@ -38,6 +38,7 @@ from rollout_sidecar.engines.base import GenerateRequest, GenerateResult
 from rollout_sidecar.engines.sglang import IO, SglangEngine
 from rollout_sidecar.engines.sglang_setup import SglangOptions, sglang_module
 from rollout_sidecar.formats.base import BaseFormat, ParsedCall
+from rollout_sidecar.garbage import set_aside_what_is_there
 from rollout_sidecar.protocol import (
     Limits,
     RolloutRequest,
@@ -223,6 +224,7 @@ async def serving(engine: SglangEngine, model: Path, args: argparse.Namespace):
     )
     sidecar = Sidecar(agent, ServerOptions(model=str(model), max_concurrent=args.at_once))
     await sidecar.start()
+    set_aside_what_is_there()  # as python -m rollout_sidecar does
     runner = web.AppRunner(create_app(sidecar), access_log=None)
     await runner.setup()
     try:

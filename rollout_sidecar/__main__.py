@@ -20,6 +20,7 @@ from aiohttp import web
 from rollout_sidecar.arguments import parser
 from rollout_sidecar.assembly import make_sidecar
 from rollout_sidecar.foreign_threads import LoopExecutor
+from rollout_sidecar.garbage import set_aside_what_is_there
 from rollout_sidecar.server import create_app
 
 _log = logging.getLogger("rollout_sidecar")
@@ -65,6 +66,7 @@ async def _serve(args: argparse.Namespace) -> None:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             starting.result()  # raises what the engine raised
+            set_aside_what_is_there()
             _stop_on_signals(stop)  # again: SGLang takes them over when it starts
             _log.info("ready")
             await stop.wait()

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rollout_sidecar import foreign_loops, foreign_threads
+from rollout_sidecar.eager import start_task
 from rollout_sidecar.errors import DeadlineError, ToolError, describe
 from rollout_sidecar.foreign_loops import call_on_own_loop, owner_of
 from rollout_sidecar.foreign_threads import THREADS, name_of
@@ -76,7 +77,7 @@ def begin(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         if not task.cancelled():
             task.exception()  # else asyncio complains where the waiter was cancelled meanwhile
 
-    task = asyncio.ensure_future(_contained(call))
+    task = start_task(_contained(call))
     task.add_done_callback(end)
     return task
 

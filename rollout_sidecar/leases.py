@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from rollout_sidecar.eager import start_task
 from rollout_sidecar.errors import DeadlineError, RolloutError, ToolError, boundary
 from rollout_sidecar.foreign import begin, bounded, ends_within, leave
 
@@ -72,7 +73,7 @@ class Lease(Generic[T]):
             patience_s: how long an opening that is still under way is waited for.
         """
         if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end(min(patience_s, END_TIMEOUT_S)))
+            self._ending = start_task(self._end(min(patience_s, END_TIMEOUT_S)))
         await asyncio.shield(self._ending)
 
     async def _end(self, patience_s: float) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout_sidecar.conversation import Conversation
+from rollout_sidecar.eager import start_task
 from rollout_sidecar.engines.base import GenerateRequest, GenerateResult
 from rollout_sidecar.engines.check import check_result
 from rollout_sidecar.errors import (
@@ -360,7 +361,7 @@ class Rollout:
 
     async def close(self) -> None:
         """Releases tools and prefix exactly once; goes on in the background when the rollout is cancelled."""
-        task = asyncio.ensure_future(self._release())
+        task = start_task(self._release())
         self._agent.closing.add(task)
         task.add_done_callback(self._agent.closing.discard)
         await asyncio.shield(task)

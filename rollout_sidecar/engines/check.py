@@ -20,9 +20,11 @@ def check_result(request: GenerateRequest, result: GenerateResult, vocab_size: i
         raise EngineError(f"the engine returned {len(ids)} ids, {request.max_tokens} were allowed")
     if result.finish == "stop" and ids[-1] not in request.stop_ids:
         raise EngineError(f"the engine stopped at id {ids[-1]}, which is not a stop id")
-    passed = next((token_id for token_id in ids[:-1] if token_id in request.stop_ids), None)
-    if passed is not None:
+    if not request.stop_ids.isdisjoint(ids[:-1]):
+        passed = next(token_id for token_id in ids[:-1] if token_id in request.stop_ids)
         raise EngineError(f"the engine went on after the stop id {passed}")
+    if not ids or (0 <= min(ids) and max(ids) < vocab_size and all(map(math.isfinite, log_probs))):
+        return
     for token_id, log_prob in zip(ids, log_probs, strict=True):
         if not 0 <= token_id < vocab_size:
             raise EngineError(f"the engine returned the id {token_id}; it has {vocab_size}")

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from rollout_sidecar.engines import sglang_memory
 from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, WeightTensor
 from rollout_sidecar.engines.hf_tensors import check_tensors, read_model_config, tensor_shapes
+from rollout_sidecar.engines.sglang_answers import Answers, EngineEnded
 from rollout_sidecar.engines.sglang_metrics import metrics_text
 from rollout_sidecar.engines.sglang_process import SglangProcesses, end_this_process
 from rollout_sidecar.engines.sglang_sampling import Part, joined, read_output, request_arguments
@@ -64,10 +65,6 @@ class _Turn:
     """Asked to end."""
 
 
-class EngineEnded(RuntimeError):
-    """SGLang will not answer any more."""
-
-
 class SglangEngine:
     """Serves the model in a Hugging Face folder."""
 
@@ -103,7 +100,7 @@ class SglangEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._answers = Answers()
         self.fault = "it has not been started"
         """Why nothing can be generated; "" when it can."""
         self.swap_s: dict[str, float] = {}
@@ -129,7 +126,7 @@ class SglangEngine:
         self._open.set()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), CLOSE_TIMEOUT_S)
-        self._ended.set()
+        self._answers.end()
         self._tokenizer_manager = None
         await self._processes.close()
 
@@ -144,7 +141,7 @@ class SglangEngine:
     def _failed(self, reason: str) -> None:
         self.fault = reason
         self._open.set()
-        self._ended.set()
+        self._answers.end()
         self._on_failure(reason)
 
     # --- generation ---------------------------------------------------------------------------------------------
@@ -368,15 +365,7 @@ class SglangEngine:
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
         """What SGLang answers. EngineEnded if its processes end first."""
-        answer, ended = asyncio.ensure_future(call), asyncio.ensure_future(self._ended.wait())
-        try:
-            await asyncio.wait({answer, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
-            raise EngineEnded(f"SGLang does not answer: {self.fault}")
-        finally:
-            answer.cancel()
-            ended.cancel()
+        return await self._answers.to(call, lambda: self.fault)
 
     def _require_sound(self) -> None:
         if self.fault:

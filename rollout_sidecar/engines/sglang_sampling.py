@@ -80,19 +80,15 @@ def read_output(output: Mapping[str, Any], stop_ids: frozenset[int]) -> Part:
     reason = meta["finish_reason"] or {"type": "abort"}
     if reason["type"] == "abort" and reason.get("status_code"):
         raise RuntimeError(f"SGLang refused the request: {reason.get('message')}")
-    pairs = _pairs(meta)
+    token_ids, log_probs = _sampled(meta)
     if reason["type"] == "stop":
         matched = reason.get("matched")
-        while len(pairs) > 1 and pairs[-1][0] == matched and pairs[-2][0] == matched:
-            pairs.pop()
-        if not pairs or pairs[-1][0] not in stop_ids:
+        while len(token_ids) > 1 and token_ids[-1] == matched and token_ids[-2] == matched:
+            token_ids.pop()
+            log_probs.pop()
+        if not token_ids or token_ids[-1] not in stop_ids:
             raise RuntimeError(f"SGLang stopped at {matched!r}, which is not in its answer")
-    return Part(
-        [token_id for token_id, _ in pairs],
-        [log_prob for _, log_prob in pairs],
-        reason["type"],
-        int(meta.get("cached_tokens") or 0),
-    )
+    return Part(token_ids, log_probs, reason["type"], int(meta.get("cached_tokens") or 0))
 
 
 def joined(parts: list[tuple[int, Part]], finish: str, policy_version: int) -> GenerateResult:
@@ -113,15 +109,15 @@ def joined(parts: list[tuple[int, Part]], finish: str, policy_version: int) -> G
     )
 
 
-def _pairs(meta: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Each sampled token with its log-prob under the sampled distribution."""
+def _sampled(meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """The sampled tokens, and the log-prob of each under the sampled distribution."""
     reported = meta.get("output_token_logprobs") or ()
-    token_ids = [int(entry[1]) for entry in reported]
+    log_probs, token_ids = ([entry[i] for entry in reported] for i in (0, 1))
     cut = meta.get("output_token_sampling_logprobs")
-    if cut is None:
-        return list(zip(token_ids, [float(entry[0]) for entry in reported], strict=True))
-    if len(cut) != len(token_ids):
-        raise RuntimeError(
-            f"SGLang gives {len(cut)} log-probs of the cut distribution for {len(token_ids)} tokens"
-        )
-    return list(zip(token_ids, map(float, cut), strict=True))
+    if cut is not None:
+        if len(cut) != len(token_ids):
+            raise RuntimeError(
+                f"SGLang gives {len(cut)} log-probs of the cut distribution for {len(token_ids)} tokens"
+            )
+        log_probs = cut
+    return list(map(int, token_ids)), list(map(float, log_probs))

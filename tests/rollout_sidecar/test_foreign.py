@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import sys
 import time
 
 import pytest
@@ -35,6 +36,7 @@ async def test_a_deadline_holds_and_the_call_is_cancelled():
     await asyncio.wait_for(ended.wait(), 1)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="a call begins at once there")
 async def test_a_call_that_is_cancelled_before_it_began_warns_of_nothing():
     async def never():
         raise AssertionError("began")
