@@ -1,7 +1,7 @@
 """The trained policy as the entry points see it: loaded from a folder, updated, sent and written back."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -9,14 +9,23 @@ from typing import Literal
 import jax
 from flax import nnx
 
+from tooljax.adapter_files import read_adapter, write_adapter
 from tooljax.config import Config
 from tooljax.distributed import is_first, to_host
+from tooljax.lora import (
+    Adapters,
+    given_adapters,
+    is_adapters,
+    lora_of,
+    merged_params,
+    new_adapters,
+)
 from tooljax.model import hf
-from tooljax.model.decoder import DecoderConfig
+from tooljax.model.decoder import Decoder, DecoderConfig
 from tooljax.objective import make_objective
 from tooljax.optimizer import make_optimizer
 from tooljax.sharding import ONE_DEVICE, Layout, make_layout, shardings
-from tooljax.update import Params, TrainState, Updater
+from tooljax.update import Frozen, Params, TrainState, Updater
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,8 @@ class Policy:
     folder: str
     layout: Layout = ONE_DEVICE
     """Where the weights are, and where it is trained."""
+    adapters: Adapters | None = None
+    """Trained in place of the weights, where there are any."""
 
     @classmethod
     def load(
@@ -46,18 +57,40 @@ class Policy:
         graphdef, params = nnx.split(decoder)
         return cls(graphdef, params, decoder.cfg, folder, layout)
 
+    @property
+    def trained(self) -> Params:
+        """What an update changes, as it starts: the adapters, or all weights."""
+        return self.adapters.params if self.adapters else self.params
+
+    def decoder(self, params: Params) -> Decoder:
+        """With these weights; with these adapters beside those that were loaded."""
+        if self.adapters is not None and is_adapters(params):
+            return nnx.merge(self.adapters.graphdef, params, self.params)
+        return nnx.merge(self.graphdef, params)
+
     def tensors(self, params: Params) -> Iterator[tuple[str, jax.Array]]:
-        """Weights under their Hugging Face names, as they are pushed to the sidecars."""
-        return hf.to_hf(self.shape, nnx.merge(self.graphdef, params))
+        """Weights under their Hugging Face names, as they are pushed; adapters are merged, one at a time."""
+        decoder = self.decoder(params)
+        return hf.to_hf(decoder.cfg, decoder)
+
+    def whole(self, params: Params) -> Params:
+        """All weights, adapters merged: a second copy of those that have any."""
+        decoder = self.decoder(params)
+        return merged_params(decoder) if decoder.cfg.lora else params
 
     def save(self, params: Params, folder: str | Path) -> None:
         """Writes a Hugging Face folder with the tokenizer and template of the one the policy came from. Every process
         of a run must call it; the first one writes."""
         if is_first():
-            hf.save(nnx.merge(self.graphdef, params), folder, source=self.folder)
+            hf.save(self.decoder(params), folder, source=self.folder)
             return
         for _, tensor in self.tensors(params):
             to_host(tensor)
+
+    def save_adapter(self, params: Params, folder: str | Path) -> None:
+        """Writes adapters as a PEFT folder, in their own dtype. Every process must call it; the first one writes."""
+        assert self.adapters is not None, "asked for a policy with adapters"
+        write_adapter(self.adapters.shape, params, folder, base=self.folder, write=is_first())
 
 
 def layout_of(config: Config) -> Layout:
@@ -66,6 +99,19 @@ def layout_of(config: Config) -> Layout:
     return make_layout(
         mesh.data, mesh.fsdp, mesh.tensor, mesh.context, attention=config.model.attention
     )
+
+
+def load_policy(config: Config) -> Policy:
+    """The policy that a config trains: model.path, and adapters if it asks for them. ValueError says what is wrong."""
+    policy = Policy.load(config.model.path, config.model.dtype, layout_of(config))
+    lora = lora_of(config.lora)
+    if lora is None:
+        return policy
+    if config.lora.adapter:
+        values = read_adapter(config.lora.adapter, replace(policy.shape, lora=lora))
+        return replace(policy, adapters=given_adapters(policy.shape, lora, policy.layout, values))
+    adapters = new_adapters(policy.shape, lora, policy.layout, seed=config.run.seed)
+    return replace(policy, adapters=adapters)
 
 
 def make_updater(
@@ -92,6 +138,7 @@ def make_updater(
         rows_per_microbatch=config.batch.rows_per_microbatch,
         remat=config.model.remat,
         layout=policy.layout,
+        frozen=Frozen(policy.adapters.graphdef, policy.params) if policy.adapters else None,
     )
 
 

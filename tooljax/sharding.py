@@ -40,6 +40,7 @@ RULES: Rules = MappingProxyType(
         "kv_heads": ("tensor",),
         "head_dim": (),
         "ffw": ("tensor",),
+        "lora_rank": (),
     }
 )
 

@@ -15,7 +15,7 @@ every mesh, up to the order of sums.
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from tooljax.batch import Batch, PackedBatch, TrainBatch
 from tooljax.compilations import Compilations
+from tooljax.lora import Adapted, is_adapters, trained_part, with_trained_part
 from tooljax.model.decoder import Decoder
 from tooljax.model.remat import Remat, check_remat
 from tooljax.objective import LARGEST, Means, Objective, SftObjective
@@ -47,10 +48,19 @@ class TrainState:
     """What an update changes."""
 
     params: Params
-    """float32."""
+    """float32. With adapters these alone."""
     opt_state: Any
     step: Int[Array, ""]
     """Updates made, counting those that were skipped."""
+
+
+class Frozen(NamedTuple):
+    """What adapters are trained beside."""
+
+    graphdef: nnx.GraphDef
+    """Of a decoder with adapters."""
+    base: Params
+    """Its other weights, in the model's dtype. No update changes them."""
 
 
 class Updater:
@@ -67,6 +77,7 @@ class Updater:
         rows_per_microbatch: int,
         remat: Remat,
         layout: Layout = ONE_DEVICE,
+        frozen: Frozen | None = None,
     ):
         if rows_per_microbatch % layout.ways("batch"):
             raise ValueError(
@@ -75,6 +86,7 @@ class Updater:
                 "sizes that divide it"
             )
         self._graphdef = graphdef
+        self._frozen = frozen
         self._optimizer = optimizer
         self._dtype = jnp.dtype(dtype)
         self._temperature = temperature
@@ -122,7 +134,8 @@ class Updater:
         return jax.tree.unflatten(jax.tree.structure(state), places)
 
     def compute_params(self, state: TrainState) -> Params:
-        """The weights in the model's dtype: what the loss uses, and what is sent to the engines.
+        """The trained weights in the model's dtype: what the loss uses, and what is sent to the engines; with adapters
+        these alone, and merged on their way.
 
         For a float32 model these are the very arrays of `state`, which the next update consumes.
         """
@@ -130,8 +143,8 @@ class Updater:
 
     def log_probs(self, params: Params, batch: Batch) -> Any:
         """Log-probs [rows time] of the loss tokens under `params`, 0 elsewhere: old_log_probs or ref_log_probs of the
-        batch. Of a batch of several row lengths, a list of them."""
-        compute = self._in_model_dtype(params)
+        batch. Of a batch of several row lengths, a list of them. `params` are a state's, or all of a decoder's."""
+        compute = self._complete(self._in_model_dtype(params))
         if isinstance(batch, PackedBatch):
             return [self.log_probs(compute, group) for group in batch.groups]
         out = np.zeros(batch.tokens.shape, np.float32)
@@ -164,7 +177,7 @@ class Updater:
         self.seen, self.prepared = [], None
         if tokens == 0:
             return self._skipped(state, {})
-        compute = self._in_model_dtype(state.params)
+        compute = self._complete(self._in_model_dtype(state.params))
         objective = self._objectives[loss]
         batch, told = objective.prepare(batch, partial(self._prepared, compute), kl_coef=kl_coef)
         tokens = batch.loss_tokens
@@ -203,7 +216,7 @@ class Updater:
             place = None if self.layout.mesh is None else self.layout.whole
             return jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), sharding=place)
 
-        weights = jax.tree.map(lambda x: like(x, self._dtype), state.params)
+        weights = self._complete(jax.tree.map(lambda x: like(x, self._dtype), state.params))
         gradients = jax.tree.map(lambda x: like(x, jnp.dtype(jnp.float32)), state.params)
         means = {name: scalar() for name in self._objectives["grpo"].metrics(microbatch)}
         bounds = {name: scalar(2) for name in limits}
@@ -235,9 +248,9 @@ class Updater:
     ) -> tuple[tuple[Params, Means], Sampled]:
         """Adds a microbatch's part of the gradient and of the metrics to what earlier ones gave."""
 
-        def loss(params: Params) -> tuple[Float[Array, ""], tuple[Means, Sampled]]:
+        def loss(trained: Params) -> tuple[Float[Array, ""], tuple[Means, Sampled]]:
             value, means, sampled = objective(
-                self._decoder(params),
+                self._decoder(with_trained_part(params, trained)),
                 batch,
                 denominator,
                 temperature=self._temperature,
@@ -245,7 +258,7 @@ class Updater:
             )
             return value, (means, sampled)
 
-        gradients, (means, sampled) = jax.grad(loss, has_aux=True)(params)
+        gradients, (means, sampled) = jax.grad(loss, has_aux=True)(trained_part(params))
         summed = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), totals[0], gradients)
         means = {
             name: (jnp.maximum if name in LARGEST else jnp.add)(totals[1][name], value)
@@ -297,8 +310,18 @@ class Updater:
         master = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         return TrainState(master, self._optimizer.init(master), jnp.zeros((), jnp.int32))
 
-    def _decoder(self, params: Params) -> Decoder:
-        decoder = nnx.merge(self._graphdef, params)
+    def _complete(self, params: Params) -> Any:
+        """All that a decoder is made of, given that or adapters alone."""
+        if self._frozen is None or not is_adapters(params):
+            return params
+        return Adapted(params, self._frozen.base)
+
+    def _decoder(self, params: Any) -> Decoder:
+        if isinstance(params, Adapted):
+            assert self._frozen is not None, "adapters are trained beside something"
+            decoder = nnx.merge(self._frozen.graphdef, params.adapters, params.base)
+        else:
+            decoder = nnx.merge(self._graphdef, params)
         decoder.layout = self.layout
         return decoder
 

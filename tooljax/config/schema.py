@@ -13,6 +13,7 @@ from tooljax.config.asynchronous import AsyncConfig as AsyncConfig
 from tooljax.config.curriculum import CurriculumConfig as CurriculumConfig
 from tooljax.config.judging import EvaluateConfig as EvaluateConfig
 from tooljax.config.judging import GuardConfig as GuardConfig
+from tooljax.config.lora import LoraConfig as LoraConfig
 from tooljax.config.mesh import MeshConfig as MeshConfig
 from tooljax.config.profile import ProfileConfig as ProfileConfig
 from tooljax.config.types import (
@@ -327,6 +328,7 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)

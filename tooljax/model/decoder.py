@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from tooljax.model.adapters import Lora, adapter_shapes, initial_adapter
 from tooljax.model.attention import Attend, segment_attention
 from tooljax.model.precision import matmul_precision
 from tooljax.model.remat import Remat, rematerialised
@@ -59,6 +60,8 @@ class DecoderConfig:
     rope_scaling: Llama3RopeScaling | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the weights and of activations between operations. Softmax, norms and logits are float32 always."""
+    lora: Lora | None = None
+    """Adapters beside the weights. Hugging Face folders and engines know nothing of them: there they are merged."""
 
     def __post_init__(self):
         if self.q_heads % self.kv_heads:
@@ -101,6 +104,9 @@ class DecoderLayers(nnx.Module):
             fan_in = {"wo": cfg.q_heads * cfg.head_dim, "w_down": cfg.ffw}.get(name, cfg.embed)
             value = _initial(rngs, name, (cfg.layers, *shape), fan_in, jnp.dtype(cfg.dtype))
             setattr(self, name, nnx.Param(value, axes=("layer", *axes)))
+        for name, (shape, axes) in adapter_shapes(cfg.lora, layer_shapes(cfg)).items():
+            value = initial_adapter(rngs.params(), name, (cfg.layers, *shape), jnp.dtype(cfg.dtype))
+            setattr(self, name, nnx.LoRAParam(value, axes=("layer", *axes)))
 
     def stacked(self) -> LayerParams:
         """The weights by name, as arrays with a leading layer axis."""
@@ -143,7 +149,9 @@ class Decoder(nnx.Module):
         cfg, layout = self.cfg, self.layout
         attend = segment_attention(segment_ids, layout, jnp.dtype(cfg.dtype))
         cos, sin = rotary(cfg, positions)
-        axes = {name: axes for name, (_, axes) in layer_shapes(cfg).items()}
+        shapes = layer_shapes(cfg)
+        shapes |= adapter_shapes(cfg.lora, shapes)
+        axes = {name: axes for name, (_, axes) in shapes.items()}
 
         def layer(x: Array, params: LayerParams) -> tuple[Array, None]:
             params = {name: layout.gather(w, *axes[name]) for name, w in params.items()}
@@ -177,11 +185,11 @@ def block(
     layout: Layout = ONE_DEVICE,
 ) -> Float[Array, "batch time embed"]:
     """One decoder layer: x [B T D] plus attention plus gated feed-forward, both pre-normalised."""
-    dense = partial(_dense, layout=layout)
+    dense = partial(_dense, params, layout=layout, scale=cfg.lora.scale if cfg.lora else 0.0)
     y = rms_norm(x, params["attn_norm"], cfg.norm_eps)
-    q = dense("TD,DNH->TNH", y, params["wq"])
-    k = dense("TD,DNH->TNH", y, params["wk"])
-    v = dense("TD,DNH->TNH", y, params["wv"])
+    q = dense("TD,DNH->TNH", y, "wq")
+    k = dense("TD,DNH->TNH", y, "wk")
+    v = dense("TD,DNH->TNH", y, "wv")
     if cfg.qkv_bias:
         q, k, v = (
             q + params["bq"][None, None],
@@ -193,20 +201,29 @@ def block(
         k = rms_norm(k, params["k_norm"], cfg.norm_eps)
     with jax.named_scope("attention"):
         attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
-    x = x + dense("TNH,NHD->TD", attended, params["wo"])
+    x = x + dense("TNH,NHD->TD", attended, "wo")
     y = rms_norm(x, params["ffw_norm"], cfg.norm_eps)
     with jax.named_scope("feed_forward"):
-        wide = jax.nn.silu(dense("TD,DF->TF", y, params["w_gate"]))
-        wide = wide * dense("TD,DF->TF", y, params["w_up"])
-        return x + dense("TF,FD->TD", wide, params["w_down"])
+        wide = jax.nn.silu(dense("TD,DF->TF", y, "w_gate"))
+        wide = wide * dense("TD,DF->TF", y, "w_up")
+        return x + dense("TF,FD->TD", wide, "w_down")
 
 
-def _dense(subscripts: str, x: Array, weight: Array, *, layout: Layout) -> Array:
-    """einsum of x [B T ...] and a weight, with batch and time as one axis, T in `subscripts`.
+def _dense(
+    params: LayerParams, subscripts: str, x: Array, name: str, *, layout: Layout, scale: float
+) -> Array:
+    """einsum of x [B T ...] and a weight, with batch and time as one axis, T in `subscripts`; plus scale (x A) B where
+    the weight has an adapter.
 
     One axis, because XLA on CPU computes the weight's gradient, a sum over both, three times slower over two.
     """
-    out = jnp.einsum(subscripts, layout.merged(x), weight, precision=matmul_precision(x.dtype))
+    rows = layout.merged(x)
+    product = partial(jnp.einsum, precision=matmul_precision(x.dtype))
+    out = product(subscripts, rows, params[name])
+    if f"{name}_a" in params:
+        inputs, outputs = subscripts.split(",")[0], subscripts.split("->")[1]
+        low = product(f"{inputs},{inputs[1:]}R->TR", rows, params[f"{name}_a"])
+        out = out + product(f"TR,R{outputs[1:]}->{outputs}", low * scale, params[f"{name}_b"])
     return layout.parted(out, x.shape[0])
 
 
