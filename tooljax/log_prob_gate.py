@@ -130,7 +130,7 @@ class LogProbGate:
         """Sampled tokens, to be scored in other ways than the trainer does."""
         return Probes(
             self._policy,
-            self._updater.compute_params(state),
+            self._policy.whole(self._updater.compute_params(state)),
             batch,
             rows_per_microbatch=self._config.batch.rows_per_microbatch,
             temperature=self._config.sampling.temperature,

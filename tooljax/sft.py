@@ -14,14 +14,14 @@ from rollout_sidecar.tokenizer import ChatTokenizer
 from tooljax.batch import PackItem, packed
 from tooljax.config import Config, parse_args
 from tooljax.data.demonstrations import Demonstration, DemonstrationSource, read_demonstrations
-from tooljax.policy import Policy, layout_of, make_updater
+from tooljax.policy import load_policy, make_updater
 from tooljax.progress import Progress
 
 
 def cold_start(config: Config) -> Path:
     """Trains on config.sft.demonstrations and returns the Hugging Face folder it wrote."""
     output = Path(config.sft.output or Path(config.run.dir) / "sft")
-    policy = Policy.load(config.model.path, config.model.dtype, layout_of(config))
+    policy = load_policy(config)
     tokenizer = ChatTokenizer.from_folder(config.model.path)
     name = config.sidecar.tool_format
     tool_format = choose_format(tokenizer) if name == "auto" else get_format(name)
@@ -39,7 +39,7 @@ def cold_start(config: Config) -> Path:
     updater = make_updater(
         config, policy, total_updates=config.sft.steps, learning_rate=config.sft.learning_rate
     )
-    state = updater.init(policy.params)
+    state = updater.init(policy.trained)
     with Progress(config.run.progress, config.sft.steps, title="cold start") as progress:
         for step in range(1, config.sft.steps + 1):
             with progress.phase("batch"):
@@ -54,6 +54,8 @@ def cold_start(config: Config) -> Path:
                 state, metrics = updater.update(state, batch, loss="sft")
             progress.step(step, metrics)
     policy.save(updater.compute_params(state), output)
+    if policy.adapters:
+        policy.save_adapter(state.params, output / "adapter")
     return output
 
 

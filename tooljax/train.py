@@ -35,7 +35,7 @@ from tooljax.log_prob_gate import LogProbGate, LogProbMismatch, Verdict
 from tooljax.metrics import rollout_metrics, with_speed
 from tooljax.origin import Origin
 from tooljax.plots import learning_curve
-from tooljax.policy import Policy, abstract_state, layout_of, make_updater
+from tooljax.policy import Policy, abstract_state, load_policy, make_updater
 from tooljax.profile import traced
 from tooljax.progress import Progress
 from tooljax.rollouts import Groups, InterruptedRollout, Sidecars
@@ -108,6 +108,8 @@ def train(config: Config, sidecars: Sidecars) -> int:
         run.save(state, step)
     if step == config.run.steps:
         run.policy.save(run.updater.compute_params(state), run.dir / "policy")
+        if run.policy.adapters:
+            run.policy.save_adapter(state.params, run.dir / "policy" / "adapter")
     learning_curve(run.dir / "metrics.jsonl", run.dir / "learning_curve.png")
     return step
 
@@ -150,7 +152,7 @@ class Run:
         """Reads policy and data, and writes the resolved config into the run's folder."""
         check_best_metric(config.evaluate)
         run_dir = make_run_dir(config)
-        policy = Policy.load(config.model.path, config.model.dtype, layout_of(config))
+        policy = load_policy(config)
         sidecars.check_fit(
             vocab_hash=ChatTokenizer.from_folder(config.model.path).vocab_hash,
             max_trajectory_tokens=config.limits.max_trajectory_tokens,
@@ -201,11 +203,11 @@ class Run:
     def newest(self) -> tuple[TrainState, int, dict[str, Any]]:
         """State, step and extras of the newest checkpoint; the first weights, 0 and nothing if there is none."""
         found = self.checkpointer.restore(
-            abstract_state(self.updater, self.policy.params),
+            abstract_state(self.updater, self.policy.trained),
             changes=lambda extra: self.origin.changes(extra["origin"]),
         )
         if found is None:
-            return self.updater.init(self.policy.params), 0, {}
+            return self.updater.init(self.policy.trained), 0, {}
         step, state, extra = found
         return state, step, extra
 

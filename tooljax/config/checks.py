@@ -7,6 +7,7 @@ from tooljax.config.algorithm_checks import algorithm_problems
 from tooljax.config.asynchronous import async_problems
 from tooljax.config.curriculum import curriculum_problems
 from tooljax.config.errors import ConfigError
+from tooljax.config.lora import lora_problems
 from tooljax.config.profile import profile_problems
 from tooljax.config.schema import Config
 
@@ -45,6 +46,7 @@ def _problems(config: Config) -> Iterator[Problem]:
     yield from curriculum_problems(config.curriculum)
     yield from profile_problems(config.profile)
     yield from async_problems(config)
+    yield from lora_problems(config.lora)
     yield from _sampling(config)
     yield from _lengths(config)
     yield from _row_lengths(config)

@@ -37,7 +37,7 @@ PATHS = frozenset(
     {
         *("model.path", "data.train", "data.eval", "sidecar.token_file", "sidecar.ca_file"),
         *("sidecar.tool_config", "sidecar.interaction_config", "reward.function"),
-        "sft.demonstrations",
+        *("sft.demonstrations", "lora.adapter"),
     }
 )
 """Fields that name what must be there already."""

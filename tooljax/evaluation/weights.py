@@ -7,7 +7,7 @@ import jax
 
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config
-from tooljax.policy import Policy, abstract_state, layout_of, make_updater
+from tooljax.policy import Policy, abstract_state, layout_of, load_policy, make_updater
 
 
 def base(config: Config) -> Iterator[tuple[str, jax.Array]]:
@@ -55,12 +55,12 @@ class Trained:
         if self.folder:
             policy = Policy.load(self.folder, config.model.dtype, layout_of(config))
             return policy.tensors(policy.params)
-        policy = Policy.load(config.model.path, config.model.dtype, layout_of(config))
+        policy = load_policy(config)
         updater = make_updater(
             config, policy, total_updates=1, learning_rate=config.optimizer.learning_rate
         )
         with Checkpointer(self._checkpoints, keep=config.checkpoint.keep) as checkpointer:
-            found = checkpointer.restore(abstract_state(updater, policy.params), step=self.step)
+            found = checkpointer.restore(abstract_state(updater, policy.trained), step=self.step)
         if found is None:
             raise CheckpointError(f"step {self.step} of {self._checkpoints} is no longer there")
         return policy.tensors(updater.compute_params(found[1]))

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tooljax.distributed import to_host
+from tooljax.model.adapters import merged
 from tooljax.model.decoder import Decoder, DecoderConfig, layer_shapes
 from tooljax.model.hf_config import KEPT_FIELDS, config_fields, read_config
 from tooljax.model.hf_names import (
@@ -192,23 +193,41 @@ def _check_tied(tensors: dict[str, Any], where: dict[str, Path]) -> None:
 def to_hf(cfg: DecoderConfig, params: Params) -> Iterator[tuple[str, Array]]:
     """Every tensor under its Hugging Face name and in its layout, one at a time, in the order of `tensor_names`.
 
-    The arrays stay on the device. `params` is a decoder or its `nnx.state(decoder, nnx.Param)`.
+    Adapters are merged into their weights, each as it comes. The arrays stay on the device. `params` is a decoder or
+    its `nnx.state(decoder, nnx.Param)`, and `cfg` the decoder's.
     """
     state: Any = nnx.state(params, nnx.Param) if isinstance(params, Decoder) else params
     yield EMBEDDING, state["embedding"][...]
     for layer in range(cfg.layers):
         for name, (shape, _) in layer_shapes(cfg).items():
-            tensor = _to_flat(state["layers"][name][...], layer, name=name, shape=shape)
+            adapted = cfg.lora is not None and name in cfg.lora.targets
+            parts = (name, f"{name}_a", f"{name}_b") if adapted else (name,)
+            tensor = _to_flat(
+                tuple(state["layers"][part][...] for part in parts),
+                layer,
+                name=name,
+                shape=shape,
+                scale=cfg.lora.scale if cfg.lora else 0.0,
+            )
             yield layer_tensor(layer, name), tensor
     yield FINAL_NORM, state["final_norm"][...]
     if not cfg.tied_head:
         yield HEAD, state["head"][...]
 
 
-@partial(jax.jit, static_argnames=("name", "shape"))
-def _to_flat(stacked: Array, layer: int | Array, *, name: str, shape: tuple[int, ...]) -> Array:
-    """One layer of a stacked weight, as a checkpoint has it. `layer` is traced: one compilation serves all layers."""
-    tensor = jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
+@partial(jax.jit, static_argnames=("name", "shape", "scale"))
+def _to_flat(
+    stacked: tuple[Array, ...],
+    layer: int | Array,
+    *,
+    name: str,
+    shape: tuple[int, ...],
+    scale: float,
+) -> Array:
+    """One layer of a stacked weight, as a checkpoint has it, with its adapter merged if one is given with it. `layer`
+    is traced: one compilation serves all layers."""
+    parts = [jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in stacked]
+    tensor = parts[0] if len(parts) == 1 else merged(parts[0], parts[1], parts[2], scale)
     flat = flat_shape(name, shape)
     return tensor.reshape(flat[::-1]).T if is_linear(name) else tensor.reshape(flat)
 
