@@ -4,7 +4,7 @@ A delta is added in place, so that no second copy is needed, and every tensor is
 them: by its hash, and by holding no inf or NaN. `Applied.undo` brings the old bytes back if the engine refuses.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,12 +73,15 @@ class Base:
 
     def tensors(self) -> dict[str, WeightTensor]:
         """Read-only views, for an engine."""
-        return {
-            name: WeightTensor(
-                name, entry.dtype, tuple(entry.shape), self.data[name].data.toreadonly()
-            )
-            for name, entry in self._entries.items()
-        }
+        return {tensor.name: tensor for tensor in self.named(self._entries)}
+
+    def named(self, names: Iterable[str]) -> list[WeightTensor]:
+        """The same, of some."""
+        entries = [self._entries[name] for name in names]
+        return [
+            WeightTensor(e.name, e.dtype, tuple(e.shape), self.data[e.name].data.toreadonly())
+            for e in entries
+        ]
 
     def check(self, entries: Sequence[TensorEntry]) -> None:
         """BadTensor unless a delta push names exactly the tensors that are here, with dtype and shape as they are."""
@@ -99,13 +102,27 @@ class Base:
         entries = self._largest_first(self._entries.values())
         in_threads(lambda entry: verify(entry, self.data[entry.name]), entries)
 
-    def apply(self, entries: Sequence[TensorEntry], payload: np.ndarray) -> Applied:
+    def apply(
+        self,
+        entries: Sequence[TensorEntry],
+        payload: np.ndarray,
+        applied_to: Callable[[Sequence[str]], None] = lambda names: None,
+    ) -> Applied:
         """Adds a push to the base and verifies every tensor. BadTensor names one that fails; then the base is what it
-        was."""
+        was.
+
+        Args:
+            applied_to: is told of tensors as soon as they have their new bytes, before these are verified. Called in
+                several threads.
+        """
         applied = Applied()
         try:
+            for entry in entries:
+                if entry.encoding == "same" and entry.hash != self._entries[entry.name].hash:
+                    raise _mismatch(entry, self._entries[entry.name].hash)
             in_threads(
-                lambda some: self._apply_some(some, payload, applied), self._batches(entries)
+                lambda some: self._apply_some(some, payload, applied, applied_to),
+                self.batches(entries),
             )
         except BaseException:
             applied.undo(self)
@@ -120,14 +137,12 @@ class Base:
         """So that no thread is left with a large one at the end."""
         return sorted(entries, key=lambda entry: self.data[entry.name].nbytes, reverse=True)
 
-    def _batches(self, entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
-        """What changed, a thread's work each."""
+    def batches(self, entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
+        """What changes, in the order in which `apply` does it: a thread's work each."""
         batches: list[list[TensorEntry]] = []
         nbytes = _AT_ONCE
         for entry in self._largest_first(entries):
             if entry.encoding == "same":
-                if entry.hash != self._entries[entry.name].hash:
-                    raise _mismatch(entry, self._entries[entry.name].hash)
                 continue
             if nbytes >= _AT_ONCE:
                 batches.append([])
@@ -137,25 +152,31 @@ class Base:
         return batches
 
     def _apply_some(
-        self, entries: Sequence[TensorEntry], payload: np.ndarray, applied: Applied
+        self,
+        entries: Sequence[TensorEntry],
+        payload: np.ndarray,
+        applied: Applied,
+        applied_to: Callable[[Sequence[str]], None],
     ) -> None:
         """Runs in several threads, for different tensors. What is to be undone is noted before it is verified."""
         coded = {e.name: payload[e.offset : e.offset + e.nbytes] for e in entries}
         narrow = [entry for entry in entries if entry.encoding == "delta"]
         deltas = dict(zip((e.name for e in narrow), self._decoded(narrow, coded), strict=True))
+        new: dict[str, np.ndarray] = {}
+        for name, delta in deltas.items():
+            bits = self.data[name].view(np.uint16)
+            new[name] = delta.apply(bits)  # what does not change was finite before
+            applied._deltas.append((bits, delta))
         for entry in entries:
             applied.changed.add(entry.name)
             if entry.encoding == "raw":
                 applied._replaced[entry.name] = self.data[entry.name]
                 self.data[entry.name] = coded[entry.name].copy()
-                verify(entry, self.data[entry.name])
-                continue
-            bits = self.data[entry.name].view(np.uint16)
-            now = deltas[entry.name].apply(bits)
-            applied._deltas.append((bits, deltas[entry.name]))
+                new[entry.name] = self.data[entry.name].view(_EXPONENT[entry.dtype][0])
+        applied_to([entry.name for entry in entries])
+        for entry in entries:
             _check_hash(entry, self.data[entry.name])
-            # What did not change was finite before.
-            _check_finite(entry, now)
+            _check_finite(entry, new[entry.name])
 
     def _decoded(
         self, entries: Sequence[TensorEntry], coded: Mapping[str, np.ndarray]

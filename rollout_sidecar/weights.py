@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from rollout_sidecar.engines.base import Engine, WeightTensor
+from rollout_sidecar.engines.base import Staging as EngineStaging
 from rollout_sidecar.errors import RequestError, describe
 from rollout_sidecar.host_memory import available_bytes, give_back
 from rollout_sidecar.metrics import Family
@@ -69,6 +70,44 @@ class Staging:
         if has_hashes(manifest):
             manifest = replace(manifest, push_id=self.manifest.push_id)
         return (self.version, self.manifest) == (version, manifest)
+
+
+class _Verifying:
+    """A push being added to the base and verified, in threads; and on its way to the device meanwhile, if the engine
+    knows how."""
+
+    def __init__(self, base: Base, engine: Engine, version: int):
+        self.applied = Applied()
+        self._base, self._version = base, version
+        self._begin = getattr(engine, "begin_staging", None)
+        self._staging: EngineStaging | None = None
+
+    def run(self, manifest: WeightsManifest, payload: np.ndarray) -> None:
+        """BadTensor if a tensor cannot be served; then nothing has changed."""
+        whole = manifest.base_version is None
+        try:
+            batches = self._base.batches(manifest.tensors)
+            names = [entry.name for batch in batches for entry in batch]
+            if self._begin is not None:
+                self._staging = self._begin(self._base.named(names), self._version)
+            if whole:
+                self._add(names)
+                self._base.verify()
+            else:
+                self.applied = self._base.apply(manifest.tensors, payload, self._add)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """The base is what it was."""
+        if self._staging is not None:
+            self._staging.drop()
+        self.applied.undo(self._base)
+
+    def _add(self, names: Sequence[str]) -> None:
+        if self._staging is not None:
+            self._staging.add(self._base.named(names))
 
 
 class WeightStore:
@@ -186,23 +225,19 @@ class WeightStore:
     async def _swap(self, version: int, manifest: WeightsManifest, payload: np.ndarray) -> None:
         """Verifies, then hands the engine the whole set. What fails leaves base and engine as they were."""
         begun = time.monotonic()
-        base, applied = self._base, Applied()
+        old = self._base if manifest.base_version is not None else None
+        base = old or Base(manifest.tensors, payload)
+        verifying = _Verifying(base, self._engine, version)
         try:
-            if manifest.base_version is None:
-                base = Base(manifest.tensors, payload)
-                await asyncio.to_thread(base.verify)
-            else:
-                assert base is not None, "begin has seen to it, and nothing drops it meanwhile"
-                applied = await asyncio.to_thread(base.apply, manifest.tensors, payload)
-        except BadTensor as error:
-            raise RequestError(422, error.kind, str(error), error.name) from error
-        self.verify_s = time.monotonic() - begun
-        changed = None if manifest.base_version is None else frozenset(applied.changed)
-        try:
+            await asyncio.to_thread(verifying.run, manifest, payload)
+            self.verify_s = time.monotonic() - begun
+            changed = None if old is None else frozenset(verifying.applied.changed)
             async with self._paused(manifest.in_flight):
                 await self._load(base, version, changed)
+        except BadTensor as error:
+            raise RequestError(422, error.kind, str(error), error.name) from error
         except BaseException:
-            await asyncio.to_thread(applied.undo, base)
+            await asyncio.to_thread(verifying.undo)
             raise
         base.accept(manifest.tensors)
         self._base = base

@@ -3,7 +3,7 @@
 Engines: `jax.py` (embedded, CPU/TPU/GPU), `sglang.py` (GPU), `scripted.py` (plays a script, for tests).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -51,6 +51,23 @@ class WeightTensor:
     data: memoryview = field(repr=False)
 
 
+class Staging(Protocol):
+    """Weights on their way to the device while others are still verified.
+
+    An engine may have `begin_staging(tensors, policy_version) -> Staging | None`, called in a thread with every tensor
+    that is about to change, of which only name, dtype, shape and size count; None if it would rather wait. The next
+    thing it is asked is `load_weights` of that version, with these among its tensors as all that changed, or `drop`.
+    """
+
+    def add(self, tensors: Sequence[WeightTensor]) -> None:
+        """The bytes of these will not change until load_weights has returned, or `drop`. Called in several threads."""
+        ...
+
+    def drop(self) -> None:
+        """These weights will not be loaded. No bytes are read when this returns."""
+        ...
+
+
 RELEASED = (
     "its memory is released for a trainer on the same device: POST /v1/engine/resume, then push weights. A training "
     "run with sidecar.share_gpu does both when it is started again"
@@ -71,8 +88,8 @@ class Engine(Protocol):
 
     @property
     def swap_s(self) -> Mapping[str, float]:
-        """Seconds of the last load_weights: stage, pause (generation stood still), probe, and parts of the pause, whose
-        names begin with it. {} before the first."""
+        """Seconds of the last load_weights: stage, pause (generation stood still), and parts of the pause, whose names
+        begin with it. {} before the first."""
         ...
 
     @property

@@ -8,9 +8,30 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from rollout_sidecar.engines.base import Engine, GenerateRequest, GenerateResult, WeightTensor
+from rollout_sidecar.engines.base import (
+    Engine,
+    GenerateRequest,
+    GenerateResult,
+    Staging,
+    WeightTensor,
+)
 
 T = TypeVar("T")
+
+
+class _Together:
+    """Stagings as one."""
+
+    def __init__(self, each: Sequence[Staging]):
+        self._each = each
+
+    def add(self, tensors: Sequence[WeightTensor]) -> None:
+        for staging in self._each:
+            staging.add(tensors)
+
+    def drop(self) -> None:
+        for staging in self._each:
+            staging.drop()
 
 
 class ReplicatedEngine:
@@ -114,6 +135,14 @@ class ReplicatedEngine:
             raise RuntimeError(f"{self._torn} ({failures[0]})") from failures[0]
         broken = [each for each in failures if not isinstance(each, ValueError)]
         raise (broken or failures)[0]
+
+    def begin_staging(self, tensors: Sequence[WeightTensor], policy_version: int) -> Staging | None:
+        """Of every engine that can. None if they must load everything."""
+        if self._torn:
+            return None
+        begin = [getattr(engine, "begin_staging", None) for engine in self.engines]
+        begun = [call(tensors, policy_version) for call in begin if call is not None]
+        return _Together([staging for staging in begun if staging is not None])
 
     async def altered_tensors(self, tensors: Mapping[str, WeightTensor]) -> list[str] | None:
         """Names that any of them holds otherwise; None if one cannot tell."""

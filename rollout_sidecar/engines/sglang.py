@@ -14,14 +14,14 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_sidecar.engines import sglang_memory
-from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, WeightTensor
+from rollout_sidecar.engines.base import GenerateRequest, GenerateResult, Staging, WeightTensor
 from rollout_sidecar.engines.hf_tensors import check_tensors, read_model_config, tensor_shapes
 from rollout_sidecar.engines.sglang_answers import Answers, EngineEnded
 from rollout_sidecar.engines.sglang_metrics import metrics_text
@@ -104,6 +104,8 @@ class SglangEngine:
         self.fault = "it has not been started"
         """Why nothing can be generated; "" when it can."""
         self.swap_s: dict[str, float] = {}
+        self._staging: Any = None
+        """Buckets that the next load_weights may use."""
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -222,20 +224,23 @@ class SglangEngine:
         policy_version: int,
         changed: frozenset[str] | None = None,
     ) -> None:
-        """Replaces the weights between two tokens of every running generation; forgets every cached prefix.
+        """Replaces the weights between two tokens of every running generation; forgets every cached prefix and serves a
+        probe before anything goes on.
 
         Raises ValueError, with nothing changed, if a tensor does not fit the model. RuntimeError if SGLang fails half
         way: then nothing is generated any more until a later push has gone through.
         """
-        from rollout_sidecar.engines.sglang_weights import stage
+        from rollout_sidecar.engines.sglang_weights import finish
 
+        staging, self._staging = self._staging, None
         if self.fault == sglang_memory.RELEASED:
             raise ValueError(self.fault)
         check_tensors(tensors, self._shapes)
         if changed is not None and not self.fault:
             tensors = {name: tensors[name] for name in tensors if name in changed}
         begun = time.monotonic()
-        buckets = await asyncio.to_thread(stage, tensors, self.options.bucket_bytes, self._device)
+        size, device = self.options.bucket_bytes, self._device
+        buckets = await asyncio.to_thread(finish, staging, tensors, policy_version, size, device)
         staged = time.monotonic()
         self._open.clear()
         try:
@@ -247,21 +252,30 @@ class SglangEngine:
                     await self._hand_over(bucket)
             loaded = time.monotonic()
             await self._forget_prefixes()
+            flushed = time.monotonic()
             self.policy_version = policy_version
             self.fault = ""
+            # Before anything else: afterwards it would wait until all contexts have been read again.
+            await self._probe()
         finally:
             resumed = time.monotonic()
             self._open.set()
-        # Beside what goes on: the weights are finite numbers, and the log-prob of every token is looked at anyway.
-        await self._probe()
         self.swap_s = {
             "stage": staged - begun,
             "pause": resumed - staged,
             "pause_empty": emptied - staged,
             "pause_load": loaded - emptied,
-            "pause_flush": resumed - loaded,
-            "probe": time.monotonic() - resumed,
+            "pause_flush": flushed - loaded,
+            "pause_probe": resumed - flushed,
         }
+
+    def begin_staging(self, tensors: Sequence[WeightTensor], policy_version: int) -> Staging | None:
+        """As Staging says. None while everything must be loaded, changed or not."""
+        from rollout_sidecar.engines.sglang_weights import Buckets
+
+        size, device = self.options.bucket_bytes, self._device
+        self._staging = None if self.fault else Buckets(tensors, policy_version, size, device)
+        return self._staging
 
     async def altered_tensors(self, tensors: Mapping[str, WeightTensor]) -> list[str] | None:
         """Compares hashes; None with more than one GPU, or where SGLang keeps weights in a form of its own."""

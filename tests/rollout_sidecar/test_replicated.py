@@ -130,6 +130,28 @@ async def test_weights_go_to_all(pair):
     assert pair.swap_s == {"pause": 0.3}
 
 
+async def test_what_is_staged_early_goes_to_all(pair, log):
+    added = []
+
+    class Staging:
+        def add(self, tensors):
+            added.append([tensor.name for tensor in tensors])
+
+        def drop(self):
+            added.append("dropped")
+
+    for engine in pair.engines:
+        engine.begin_staging = lambda tensors, version: Staging()
+    staging = pair.begin_staging(list(WEIGHTS.values()), 1)
+    staging.add(list(WEIGHTS.values()))
+    staging.drop()
+    assert added == [list(WEIGHTS), list(WEIGHTS), "dropped", "dropped"]
+    log.refusals["right"] = RuntimeError("the swap failed half way")
+    with pytest.raises(RuntimeError, match="1 of 2 engines took"):
+        await pair.load_weights(WEIGHTS, 1, frozenset({"a"}))
+    assert pair.begin_staging(list(WEIGHTS.values()), 1) is None  # all must load everything
+
+
 async def test_what_all_refuse_changes_nothing(pair, log):
     log.refusals = {name: ValueError("the model has no tensor b") for name in ("left", "right")}
     with pytest.raises(ValueError, match="the model has no tensor b"):

@@ -236,3 +236,73 @@ async def test_a_delta_names_every_tensor(store):
     )
     with pytest.raises(RequestError, match="c is being served, and not in the push"):
         store.begin(2, fewer)
+
+
+# --- on their way while they are verified ---------------------------------------------------------------------------
+
+
+class Shelf:
+    """Where an engine puts what it is given early."""
+
+    def __init__(self, sizes):
+        self.sizes, self.bits, self.dropped = sizes, {}, False
+
+    def add(self, tensors):
+        assert not self.dropped
+        for tensor in tensors:
+            assert tensor.name not in self.bits
+            assert self.sizes[tensor.name] == tensor.data.nbytes
+            self.bits[tensor.name] = np.frombuffer(tensor.data, np.uint16).tolist()
+
+    def drop(self):
+        self.dropped = True
+
+
+class EarlyEngine(Engine):
+    """Loads what was staged early, and nothing else."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.shelves: list[tuple[int, Shelf]] = []
+
+    def begin_staging(self, tensors, policy_version):
+        self.shelves.append((policy_version, Shelf({t.name: t.data.nbytes for t in tensors})))
+        return self.shelves[-1][1]
+
+    async def load_weights(self, tensors, policy_version, changed=None):
+        before = self.bits
+        await super().load_weights(tensors, policy_version, changed)
+        version, shelf = self.shelves[-1]
+        assert (version, shelf.dropped) == (policy_version, False)
+        assert set(shelf.bits) == set(shelf.sizes) == (set(tensors) if changed is None else changed)
+        self.bits = before | shelf.bits
+
+
+async def test_what_changes_is_staged_while_it_is_verified(tiny_tokenizer):
+    engine = EarlyEngine(tiny_tokenizer)
+    store = WeightStore(engine)
+    bits = weights(0)
+    await send(store, 1, *push_of(bits))
+    assert engine.bits == served(bits)
+    new = step(bits, 5, only=("b",)) | {"a": weights(9)["a"]}
+    await send(store, 2, *push_of(new, bits, 1, whole=("a",)))
+    assert engine.bits == served(new)
+    assert set(engine.shelves[-1][1].sizes) == {"a", "b"}
+
+
+async def test_what_was_staged_is_dropped_when_it_is_refused(tiny_tokenizer):
+    engine = EarlyEngine(tiny_tokenizer)
+    store = WeightStore(engine)
+    bits = weights(0)
+    await send(store, 1, *push_of(bits))
+    new = step(bits, 5)
+    manifest, payload = push_of(new, bits, 1)
+    with pytest.raises(RequestError, match="hash to"):
+        await send(store, 2, manifest, payload[:-1] + bytes([payload[-1] ^ 1]))
+    engine.refuse = True
+    with pytest.raises(RequestError, match="the engine refused version 2"):
+        await send(store, 2, manifest, payload)
+    assert [shelf.dropped for _, shelf in engine.shelves] == [False, True, True]
+    engine.refuse = False
+    await send(store, 2, manifest, payload)
+    assert engine.bits == served(new)

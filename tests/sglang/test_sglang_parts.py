@@ -186,7 +186,7 @@ def test_every_byte_of_every_tensor_lies_where_its_bucket_says(bucket_bytes, pie
     arrays = [rng.integers(1, 256, size, np.uint8) for size in (300, 1, 0, 256, 513, 2)]
     tensors = {str(i): WeightTensor(str(i), "uint8", a.shape, a.data) for i, a in enumerate(arrays)}
     found = []
-    for places in buckets(tensors, bucket_bytes):
+    for places in buckets(tensors.values(), bucket_bytes):
         flat = np.zeros(places[-1].end, np.uint8)
         cut = pieces(places, piece_bytes)
         assert [piece.end - piece.start for piece in cut[:-1]] == [piece_bytes] * (len(cut) - 1)
@@ -196,6 +196,41 @@ def test_every_byte_of_every_tensor_lies_where_its_bucket_says(bucket_bytes, pie
         assert len(places) == 1 or len(flat) <= bucket_bytes
         assert flat.sum() == sum(found[-i].sum() for i in range(1, len(places) + 1))
     assert [each.tolist() for each in found] == [array.tolist() for array in arrays]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1000, 2**20])
+@pytest.mark.parametrize("at_once", [1, 2, 6])
+def test_tensors_reach_their_places_in_whatever_order_they_come(monkeypatch, bucket_bytes, at_once):
+    pytest.importorskip("torch")
+    from rollout_sidecar.engines import sglang_weights
+
+    def contents(flat, places):
+        return {place.tensor.name: flat[place.start : place.end].tolist() for place in places}
+
+    monkeypatch.setattr(sglang_weights, "PIECE_BYTES", 128)
+    monkeypatch.setattr(sglang_weights, "_handle", contents)
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(1, 256, size, np.uint8) for size in (300, 1, 0, 256, 513, 2)]
+    tensors = [WeightTensor(str(i), "uint8", a.shape, a.data) for i, a in enumerate(arrays)]
+    by_name = {tensor.name: tensor for tensor in tensors}
+
+    def begun(version):
+        made = sglang_weights.Buckets(tensors, version, bucket_bytes, "cpu")
+        for start in range(0, 6, at_once):
+            made.add([tensors[(5 * i) % 6] for i in range(start, start + at_once)])
+        return made
+
+    expected = {tensor.name: list(bytes(tensor.data)) for tensor in tensors}
+    early, other, dropped = begun(3), begun(2), begun(3)
+    dropped.drop()
+    for some in (early, other, dropped, None):
+        handles = sglang_weights.finish(some, by_name, 3, bucket_bytes, "cpu")
+        found = {name: bytes_ for handle in handles for name, bytes_ in handle.items()}  # type: ignore
+        assert found == expected
+    with pytest.raises(RuntimeError):
+        early.add(tensors)  # it was used
+    other.add(tensors)  # it was not: those are of another version
+    other.drop()
 
 
 def test_memory_that_sglang_keeps_is_told(caplog):
