@@ -44,6 +44,17 @@ class Origin:
                 "Tokenizer, template and reference policy come from there: put it back, or start a new run in another "
                 "run.dir"
             )
+        self._check_adapters(state)
+
+    def _check_adapters(self, state: Mapping[str, Any]) -> None:
+        """ValueError if adapters that were saved would be multiplied by another number now."""
+        then, now = _values(state["config"]), _values(self._settings)
+        for name in ("lora.rank", "lora.alpha", "lora.rank_stabilized"):
+            if now["lora.rank"] != "0" and then.get(name, now[name]) != now[name]:
+                raise ValueError(
+                    f"{name}={now[name]}, but the run began with {then[name]}: its adapters would be other weights at "
+                    "once. Put it back, or export the adapter and start a new run in another run.dir"
+                )
 
     def changes(self, state: Mapping[str, Any]) -> list[str]:
         """Settings that were others when that was saved, as "section.field: old -> new"; but for those that only one of
