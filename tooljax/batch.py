@@ -7,6 +7,10 @@ its limits were checked when it was sampled.
 
 Entry t of a row is about token t given the earlier tokens of its segment: loss_mask[t] says that the policy sampled
 token t, rollout_log_probs[t] is its log-probability. The first token of a segment has no prediction.
+
+Trajectories with the same prompt may share it (`tooljax.packing_shared`): a trunk, the prompt but for its last token,
+is one segment, and each trajectory's branch, that token and all after it, another. `trunk_ids` say which trunk a branch
+sees, and its positions go on from the trunk's. What belongs to a trajectory's first tokens is then in no row.
 """
 
 from collections.abc import Sequence
@@ -18,7 +22,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from rollout_sidecar.protocol import Trajectory
-from tooljax.packing import Group, Placement, first_fit_decreasing, in_rows, plan, shortest_row
+from tooljax.packing import Group, Placement, plan, plan_of_one_length
+from tooljax.packing_rows import PackItem, alike, checked_length, rows_of
+from tooljax.packing_shared import cheapest
 from tooljax.pytree import pytree_dataclass, static_field
 
 __all__ = [
@@ -41,24 +47,6 @@ Array = Any
 """NumPy on the host, JAX inside the update."""
 
 
-@dataclass(frozen=True)
-class PackItem:
-    """One token stream to train on."""
-
-    token_ids: Sequence[int]
-    loss_mask: Sequence[bool]
-    """True where the policy sampled the token."""
-    advantage: float | Sequence[float]
-    """Of the whole trajectory: its sampled tokens all get it, in every stream. Or one for each entry of token_ids. Not
-    used by the supervised loss."""
-    rollout_log_probs: Sequence[float] | None = None
-    """None, for demonstrations: zeros."""
-    trained: bool = True
-    """False leaves every token out of the loss, out of its denominator and out of the metrics."""
-    sequence: int | None = None
-    """Which trajectory it belongs to, for what is computed of a whole one. None, for all items: each is one."""
-
-
 def trajectory_items(trajectory: Trajectory, advantage: float) -> list[PackItem]:
     """The trainable parts of a trajectory: each token stream in which something was sampled.
 
@@ -71,6 +59,7 @@ def trajectory_items(trajectory: Trajectory, advantage: float) -> list[PackItem]
             loss_mask=stream.loss_mask,
             advantage=advantage,
             rollout_log_probs=stream.rollout_log_probs,
+            prompt_tokens=min(stream.prompt_tokens, stream.loss_mask.index(True)),
         )
         for stream in trajectory.streams
         if any(stream.loss_mask)
@@ -93,12 +82,16 @@ class TrainBatch:
     """The trainer's own, before this batch's first update. None: the current ones, held constant."""
     ref_log_probs: Float[Array, "rows time"] | None = None
     """The frozen reference policy's. None: no KL term."""
+    trunk_ids: Int[Array, "rows time"] | None = None
+    """The segment that a token's segment goes on from, or else its own. None: no prompt is shared."""
     sequence_ids: Int[Array, "rows time"] | None = None
     """Which trajectory of the whole batch a token belongs to, from 0; -1 is padding. On the host only."""
     token_values: dict[str, Float[Array, "rows time"]] = field(default_factory=dict)
     """What the objective has prepared for each token, by its own names."""
     placements: tuple[Placement, ...] = static_field(default=())
-    """In the order of the items that were packed."""
+    """In the order of the items that were packed: their own tokens, without those of a trunk."""
+    trunks: tuple[Placement, ...] = static_field(default=())
+    """Of these items, if prompts are shared: where their first tokens are. Of length 0 for those that share nothing."""
 
     @property
     def groups(self) -> "tuple[TrainBatch, ...]":
@@ -109,6 +102,16 @@ class TrainBatch:
     def padding_fraction(self) -> float:
         """Share of all entries that hold no token."""
         return float(np.mean(np.asarray(self.segment_ids) == 0))
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens of the items that are in no row, because others have the same prompt."""
+        return sum(t.length for t in self.trunks) - sum(t.length for t in set(self.trunks))
+
+    @property
+    def tokens_of_items(self) -> int:
+        """Tokens of all items, each with its whole prompt."""
+        return sum(p.length for p in (*self.placements, *self.trunks))
 
     @property
     def has_ref(self) -> bool:
@@ -145,7 +148,7 @@ class TrainBatch:
                 f"a batch of {total} rows cannot be cut into microbatches of {rows}; "
                 f"pack with rows_multiple={rows} (batch.rows_per_microbatch)"
             )
-        whole = replace(self, placements=(), sequence_ids=None)
+        whole = replace(self, placements=(), trunks=(), sequence_ids=None)
         cuts = range(0, total, rows)
         return [jax.tree.map(lambda x, i=i: x[i : i + rows], whole) for i in cuts]
 
@@ -169,6 +172,16 @@ class PackedBatch:
     def loss_tokens(self) -> int:
         """Number of tokens in the loss: its denominator."""
         return sum(group.loss_tokens for group in self.groups)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens of the items that are in no row, because others have the same prompt."""
+        return sum(group.saved_tokens for group in self.groups)
+
+    @property
+    def tokens_of_items(self) -> int:
+        """Tokens of all items, each with its whole prompt."""
+        return sum(group.tokens_of_items for group in self.groups)
 
     @property
     def has_ref(self) -> bool:
@@ -213,13 +226,32 @@ def packed(
     rows_per_microbatch: int,
     mixed_lengths: bool,
     shards: int = 1,
+    shared_prompts: bool = False,
 ) -> Batch:
-    """By pack_mixed, or else by pack. `shards` is the number of devices that each microbatch's rows are spread over."""
+    """Rows of several lengths, as pack_mixed makes them, or else of one, as pack does. `shards` is the number of
+    devices that each microbatch's rows are spread over. With `shared_prompts` equal prompts are laid out once, where
+    the whole batch then costs less."""
+    lengths = [checked_length(item, index) for index, item in enumerate(items)]
+
+    def arrange(lengths: Sequence[int], ladder: Sequence[int]) -> tuple[Group, ...]:
+        if mixed_lengths:
+            return plan(lengths, row_lengths=ladder, rows=rows_per_microbatch, shards=shards)
+        return (plan_of_one_length(lengths, row_lengths=ladder, rows=rows_per_microbatch),)
+
+    groups = arrange(lengths, row_lengths)
+    if shared_prompts and (families := alike(items)):
+        groups = cheapest(
+            lengths,
+            families,
+            arrange,
+            ladders=[row_lengths] if mixed_lengths else [(n,) for n in row_lengths],
+            plain=groups,
+            rows=rows_per_microbatch,
+        )
+    parts = tuple(_batch_of(items, group) for group in groups)
     if not mixed_lengths:
-        return pack(items, row_lengths=row_lengths, rows_multiple=rows_per_microbatch)
-    return pack_mixed(
-        items, row_lengths=row_lengths, rows_per_microbatch=rows_per_microbatch, shards=shards
-    )
+        return parts[0]
+    return PackedBatch(parts, tuple(group.items for group in groups))
 
 
 def pack_mixed(
@@ -233,16 +265,15 @@ def pack_mixed(
 
     `shards` is the number of parts that each microbatch's rows are spread over. The same items give the same batch.
     """
-    groups = plan(
-        [_checked_length(item, index) for index, item in enumerate(items)],
+    batch = packed(
+        items,
         row_lengths=row_lengths,
-        rows=rows_per_microbatch,
+        rows_per_microbatch=rows_per_microbatch,
+        mixed_lengths=True,
         shards=shards,
     )
-    return PackedBatch(
-        tuple(_laid_out([items[i] for i in group.items], group) for group in groups),
-        tuple(group.items for group in groups),
-    )
+    assert isinstance(batch, PackedBatch), "it was asked for"
+    return batch
 
 
 def pack(
@@ -253,48 +284,16 @@ def pack(
     Rows have the smallest of `row_lengths` that holds the longest item. Their number is rounded up to a multiple of
     `rows_multiple` with empty rows, and is never 0. The same items give the same batch.
     """
-    lengths = [_checked_length(item, index) for index, item in enumerate(items)]
-    row_length = shortest_row(max(lengths, default=0), row_lengths)
-    where = first_fit_decreasing(lengths, [row_length] * len(items))
-    assert where is not None, "each has a row of its own"
-    used = max(where, default=-1) + 1
-    rows = max(1, -(-used // rows_multiple)) * rows_multiple
-    placements = in_rows(list(zip(where, lengths, strict=True)), rows)
-    return _laid_out(items, Group(row_length, rows, tuple(range(len(items))), tuple(placements)))
-
-
-def _laid_out(items: Sequence[PackItem], group: Group) -> TrainBatch:
-    shape = (group.rows, group.row_length)
-    tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
-    advantages, rollout_log_probs = (np.zeros(shape, np.float32) for _ in range(2))
-    loss_mask = np.zeros(shape, bool)
-    sequence_ids = np.full(shape, -1, np.int32)
-    segments = [0] * group.rows
-    # From left to right, so that segments count up along a row.
-    for index, item, (row, start, length) in sorted(
-        zip(group.items, items, group.placements, strict=True), key=lambda entry: entry[2]
-    ):
-        span = slice(start, start + length)
-        segments[row] += 1
-        mask = np.asarray(item.loss_mask, bool) & item.trained
-        tokens[row, span] = item.token_ids
-        positions[row, span] = np.arange(length)
-        segment_ids[row, span] = segments[row]
-        loss_mask[row, span] = mask
-        sequence_ids[row, span] = index if item.sequence is None else item.sequence
-        advantages[row, span] = np.where(mask, item.advantage, 0.0)
-        if item.rollout_log_probs is not None:
-            rollout_log_probs[row, span] = np.where(mask, item.rollout_log_probs, 0.0)
-    return TrainBatch(
-        tokens=tokens,
-        positions=positions,
-        segment_ids=segment_ids,
-        loss_mask=loss_mask,
-        advantages=advantages,
-        rollout_log_probs=rollout_log_probs,
-        placements=group.placements,
-        sequence_ids=sequence_ids,
+    batch = packed(
+        items, row_lengths=row_lengths, rows_per_microbatch=rows_multiple, mixed_lengths=False
     )
+    assert isinstance(batch, TrainBatch), "it was asked for"
+    return batch
+
+
+def _batch_of(items: Sequence[PackItem], group: Group) -> TrainBatch:
+    arrays: Any = rows_of([items[i] for i in group.items], group)
+    return TrainBatch(**arrays, placements=group.placements, trunks=group.trunks or ())
 
 
 def unpack(values: Any, batch: Batch) -> list[np.ndarray]:
@@ -303,7 +302,11 @@ def unpack(values: Any, batch: Batch) -> list[np.ndarray]:
     if isinstance(batch, PackedBatch):
         return batch.unpack(values)
     host = np.asarray(values)
-    return [host[row, start : start + length] for row, start, length in batch.placements]
+    own = [host[row, start : start + length] for row, start, length in batch.placements]
+    if not batch.trunks:
+        return own
+    first = [host[row, start : start + length] for row, start, length in batch.trunks]
+    return [np.concatenate(parts) for parts in zip(first, own, strict=True)]
 
 
 def unpack_field(name: str, batch: Batch) -> list[np.ndarray]:
@@ -322,26 +325,10 @@ def with_advantages(batch: Batch, advantages: Sequence[Any]) -> Batch:
 
 
 def laid_out(values: Sequence[Any], batch: TrainBatch) -> np.ndarray:
-    """float32 [rows time] that `unpack` gives back: of each packed item, the values of its tokens or one for all."""
+    """float32 [rows time] that `unpack` gives back: of each packed item, the values of its tokens or one for all. What
+    is of a shared prompt is left out, and comes back as 0."""
     out = np.zeros(batch.tokens.shape, np.float32)
     for value, (row, start, length) in zip(values, batch.placements, strict=True):
-        out[row, start : start + length] = value
+        own = value if np.ndim(value) == 0 else value[len(value) - length :]
+        out[row, start : start + length] = own
     return out
-
-
-def _checked_length(item: PackItem, index: int) -> int:
-    length = len(item.token_ids)
-    parts = {"loss_mask": item.loss_mask, "rollout_log_probs": item.rollout_log_probs}
-    if not isinstance(item.advantage, int | float):
-        parts["advantage"] = item.advantage
-    for name, part in parts.items():
-        if part is not None and len(part) != length:
-            raise ValueError(f"item {index} has {length} token_ids but {len(part)} {name}")
-    if length == 0:
-        raise ValueError(f"item {index} has no tokens; leave it out of the batch")
-    if item.loss_mask[0]:
-        raise ValueError(
-            f"item {index} has loss_mask[0] True, but nothing predicts the first token; "
-            "a trajectory begins with a prompt"
-        )
-    return length

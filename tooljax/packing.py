@@ -41,6 +41,9 @@ class Group:
     """Indices of the items, in the order given."""
     placements: tuple[Placement, ...]
     """Of these items."""
+    trunks: tuple[Placement, ...] | None = None
+    """Where each item's first tokens are, if prompts are shared: those of `placements` come after them. Of length 0 for
+    items that share nothing."""
 
 
 def plan(
@@ -62,6 +65,26 @@ def plan(
         found.append((over, _cost(counts, ladder, rows), counts))
     counts = min(found)[2]
     return _grouped(lengths, counts, ladder, rows, shards)
+
+
+def plan_of_one_length(lengths: Sequence[int], *, row_lengths: Sequence[int], rows: int) -> Group:
+    """Packs items of these lengths into rows of one length, the smallest that holds the longest item.
+
+    Their number is rounded up to a multiple of `rows`, and is never 0. ValueError if an item is longer than every row.
+    """
+    row_length = shortest_row(max(lengths, default=0), row_lengths)
+    where = first_fit_decreasing(lengths, [row_length] * len(lengths))
+    assert where is not None, "each has a row of its own"
+    used = max(where, default=-1) + 1
+    count = max(1, -(-used // rows)) * rows
+    placements = in_rows(list(zip(where, lengths, strict=True)), count)
+    return Group(row_length, count, tuple(range(len(lengths))), tuple(placements))
+
+
+def cost(groups: Sequence[Group], rows: int) -> float:
+    """Time of a plan in microbatches of `rows` rows, in tokens without attention."""
+    ladder = [group.row_length for group in groups]
+    return _cost([group.rows // rows for group in groups], ladder, rows)
 
 
 def shortest_row(longest: int, row_lengths: Sequence[int]) -> int:

@@ -90,10 +90,14 @@ def sampled_loss(
     return loss, _at_targets(out.log_prob, batch, layout), _at_targets(out.entropy, batch, layout)
 
 
-def _predictions(decoder: Decoder, batch: TrainBatch, *, remat: Remat) -> tuple[Array, Array, Array]:
+def _predictions(
+    decoder: Decoder, batch: TrainBatch, *, remat: Remat
+) -> tuple[Array, Array, Array]:
     """Hidden states, the tokens they predict, and whether those are in the loss; rows and time as one axis."""
     tokens, mask = jnp.asarray(batch.tokens), jnp.asarray(batch.loss_mask)
-    hidden = decoder.hidden(tokens, batch.positions, batch.segment_ids, remat=remat)
+    hidden = decoder.hidden(
+        tokens, batch.positions, batch.segment_ids, batch.trunk_ids, remat=remat
+    )
     # The hidden state at t - 1 predicts token t. Rolling keeps the static shape; what wraps around is masked, because
     # the first token of a row is never in the loss.
     merged = decoder.layout.merged

@@ -93,10 +93,12 @@ def make_batch(config: Config, groups: Groups, *, shards: int = 1) -> tuple[Batc
         rows_per_microbatch=config.batch.rows_per_microbatch,
         mixed_lengths=config.batch.mixed_lengths,
         shards=shards,
+        shared_prompts=config.batch.shared_prompts == "auto",
     )
     metrics = {
         "reward/zero_variance_group_frac": float(judged.flat.mean()),
         "perf/padding_fraction": batch.padding_fraction,
+        "perf/shared_prompt_frac": batch.saved_tokens / max(batch.tokens_of_items, 1),
         "perf/loss_tokens": float(batch.loss_tokens),
         "rollout/untrainable_frac": float(
             1 - judged.valid.sum() / len(sampled(config.grpo, groups))

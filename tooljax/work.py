@@ -44,7 +44,9 @@ class Work:
         count = update_flops if backward else forward_flops
         segments = np.asarray(microbatch.segment_ids)
         tokens = int(np.count_nonzero(segments))
-        self.flops += count(cfg, tokens, visible_pairs(segments), microbatch.loss_tokens)
+        self.flops += count(
+            cfg, tokens, visible_pairs(segments, microbatch.trunk_ids), microbatch.loss_tokens
+        )
 
     def metrics(self, update_s: float) -> dict[str, float]:
         """perf/update_tflops since the last call, and perf/mfu over these seconds, for devices that are known."""

@@ -9,7 +9,7 @@ from tooljax.rollouts import Groups
 from tooljax.store.store import Credit
 from tooljax.update import Metrics
 
-BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1)
+BATCH = BatchConfig(row_lengths=(8, 16), rows_per_microbatch=1, shared_prompts="off")
 
 
 def trajectory(reward, *, sampled=2, status: Status = "completed", task=0, sample=0, scored=True):

@@ -8,6 +8,10 @@
 All take queries [B T N H], keys and values [B S K H], the segment ids of queries [B T] and of keys [B S], and
 `first`, the index of the first query among the keys: with the time axis split over devices, each has its own queries
 and everybody's keys. A query with no key to see gets zeros, not NaN.
+
+With `q_trunks` [B T] a query also sees all of an earlier segment, its trunk: the prompt that samples share. It holds
+the trunk's segment id, or the query's own where it continues nothing. Of a row, the segments that continue a trunk
+(its branches) follow it without a gap.
 """
 
 from collections.abc import Callable
@@ -32,9 +36,13 @@ LONGEST_PLAIN = 1024
 
 
 def segment_attention(
-    segment_ids: Int[Array, "batch time"], layout: Layout, dtype: jnp.dtype
+    segment_ids: Int[Array, "batch time"],
+    layout: Layout,
+    dtype: jnp.dtype,
+    trunk_ids: Int[Array, "batch time"] | None = None,
 ) -> Attend:
     """Attention over rows with these segments, spread over the layout's mesh: by rows, heads and (queries) time.
+    `trunk_ids` are as `q_trunks` above.
 
     `layout.attention` names an implementation, or "auto" takes the best that can serve. NotImplementedError: the one
     that is named cannot, and why.
@@ -48,13 +56,15 @@ def segment_attention(
         name = chosen(layout, q, k)
         compute = partial(_IMPLEMENTATIONS[name], dtype=dtype)
 
-        def part(q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array) -> Array:
+        trunks = () if trunk_ids is None else (trunk_ids,)
+
+        def part(q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, *trunks: Array) -> Array:
             split = layout.splits("time")
             first = jax.lax.axis_index(split) * q.shape[1] if split else 0
-            return compute(q, k, v, q_segments, k_segments, first)
+            return compute(q, k, v, q_ids, k_ids, first, q_trunks=trunks[0] if trunks else None)
 
-        spread = layout.spread(part, (queries, values, values, rows, keys), queries)
-        return spread(q, k, v, segment_ids, segment_ids)
+        places = (queries, values, values, rows, keys, *(rows for _ in trunks))
+        return layout.spread(part, places, queries)(q, k, v, segment_ids, segment_ids, *trunks)
 
     return attend
 
@@ -92,9 +102,10 @@ def plain(
     first: int | Int[Array, ""],
     *,
     dtype: jnp.dtype,
+    q_trunks: Int[Array, "batch time"] | None = None,
 ) -> Float[Array, "batch time q_heads head_dim"]:
     """All scores at once, with a float32 softmax."""
-    mask = attention_blockwise.visible(q_segments, k_segments, first, 0)
+    mask = attention_blockwise.visible(q_segments, k_segments, first, 0, q_trunks)
     return masked_attention(q, k, v, mask=mask, dtype=dtype)
 
 
@@ -120,8 +131,10 @@ def masked_attention(
     return attended(out.reshape(batch, time, q_heads, head_dim))
 
 
-def segment_mask(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch time time"]:
-    """True where the query (second axis) may see the key (third): same segment, not later, not padding.
+def segment_mask(
+    segment_ids: Int[Array, "batch time"], trunk_ids: Int[Array, "batch time"] | None = None
+) -> Bool[Array, "batch time time"]:
+    """True where the query (second axis) may see the key (third): same segment or its trunk, not later, not padding.
 
     Segments 1 1 2 2 0 give
         1 . . . .
@@ -129,8 +142,15 @@ def segment_mask(segment_ids: Int[Array, "batch time"]) -> Bool[Array, "batch ti
         . . 1 . .
         . . 1 1 .
         . . . . .
+    and segments 1 1 2 2 3 3 with trunks 1 1 1 1 1 1
+        1 . . . . .
+        1 1 . . . .
+        1 1 1 . . .
+        1 1 1 1 . .
+        1 1 . . 1 .
+        1 1 . . 1 1
     """
-    return attention_blockwise.visible(segment_ids, segment_ids, 0, 0)
+    return attention_blockwise.visible(segment_ids, segment_ids, 0, 0, trunk_ids)
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {

@@ -2,7 +2,8 @@
 
 Blocks of queries meet blocks of keys one pair after the other; of the scores, one block [heads block block] is in
 memory at a time. Forward keeps the output and the log of each softmax's denominator, from which backward makes the
-probabilities again. Pairs of blocks in which nobody sees anybody are skipped: later keys, and keys of other segments.
+probabilities again. Pairs of blocks in which nobody sees anybody are skipped: later keys, and keys of other segments
+but the trunk.
 """
 
 from functools import partial
@@ -40,9 +41,12 @@ def visible(
     k_segments: Int[Array, "batch key_time"],
     q_first: int | Int[Array, ""],
     k_first: int | Int[Array, ""],
+    q_trunks: Int[Array, "batch time"] | None = None,
 ) -> Bool[Array, "batch time key_time"]:
-    """True where the query may see the key: same segment, not later, not padding."""
+    """True where the query may see the key: of its own segment or of its trunk, not later, not padding."""
     same = q_segments[:, :, None] == k_segments[:, None, :]
+    if q_trunks is not None:
+        same |= q_trunks[:, :, None] == k_segments[:, None, :]
     q_index = q_first + jnp.arange(q_segments.shape[1])
     k_index = k_first + jnp.arange(k_segments.shape[1])
     causal = q_index[:, None] >= k_index[None, :]
@@ -58,25 +62,27 @@ def attend(
     first: int | Int[Array, ""],
     *,
     dtype: jnp.dtype,
+    q_trunks: Int[Array, "batch time"] | None = None,
 ) -> Float[Array, "batch time q_heads head_dim"]:
     """See `tooljax.model.attention`."""
     batch, time, q_heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, time, kv_heads, q_heads // kv_heads, head_dim)
     whole = isinstance(first, int) and first == 0
-    out: Any = _attend(whole, grouped, k, v, q_segments, k_segments, jnp.asarray(first, jnp.int32))
+    ids = (q_segments, k_segments, q_trunks)
+    out: Any = _attend(whole, grouped, k, v, ids, jnp.asarray(first, jnp.int32))
     return out.reshape(q.shape).astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(whole: bool, q, k, v, q_segments, k_segments, first) -> Array:
-    return _forward(whole, q, k, v, q_segments, k_segments, first)[0]
+def _attend(whole: bool, q, k, v, ids, first) -> Array:
+    return _forward(whole, q, k, v, ids, first)[0]
 
 
-def _forward(whole: bool, q, k, v, q_segments, k_segments, first):
+def _forward(whole: bool, q, k, v, ids, first):
     batch, time, kv_heads, groups, head_dim = q.shape
     sizes = block_size(time), block_size(k.shape[1])
-    seen_by = partial(_seen, q_segments, k_segments, first, sizes)
+    seen_by = partial(_seen, ids, first, sizes)
     shape = (batch, kv_heads, groups, time)
     start = (
         jnp.zeros((batch, time, kv_heads, groups, head_dim), jnp.float32),
@@ -110,13 +116,13 @@ def _forward(whole: bool, q, k, v, q_segments, k_segments, first):
     safe = jnp.where(weight > 0, weight, 1.0)
     out = attended((total / jnp.moveaxis(safe, 3, 1)[..., None]).astype(q.dtype))
     log_weight = attended(highest + jnp.log(safe))
-    return out, (q, k, v, q_segments, k_segments, first, out, log_weight)
+    return out, (q, k, v, ids, first, out, log_weight)
 
 
 def _backward(whole: bool, saved: tuple, d_out: Array):
-    q, k, v, q_segments, k_segments, first, out, log_weight = saved
+    q, k, v, ids, first, out, log_weight = saved
     sizes = block_size(q.shape[1]), block_size(k.shape[1])
-    seen_by = partial(_seen, q_segments, k_segments, first, sizes)
+    seen_by = partial(_seen, ids, first, sizes)
     delta = _product("BTKGH,BTKGH->BKGT", d_out, out)
     scale = q.shape[-1] ** -0.5
 
@@ -145,7 +151,7 @@ def _backward(whole: bool, saved: tuple, d_out: Array):
     start: Any = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
     pairs = _pairs(whole, q.shape[1], k.shape[1], sizes)
     (dq, dk, dv), _ = jax.lax.scan(pair, start, pairs)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -162,10 +168,12 @@ def _pairs(whole: bool, q_time: int, k_time: int, sizes: tuple[int, int]) -> Arr
     return jnp.asarray(np.asarray(pairs, np.int32))
 
 
-def _seen(q_segments, k_segments, first, sizes: tuple[int, int], i: Array, j: Array) -> Array:
+def _seen(ids: tuple, first, sizes: tuple[int, int], i: Array, j: Array) -> Array:
     """[batch block block] of one pair."""
+    q_segments, k_segments, q_trunks = ids
     mine, theirs = _cut(q_segments, i, sizes[0], 1), _cut(k_segments, j, sizes[1], 1)
-    return visible(mine, theirs, first + i, j)
+    trunks = None if q_trunks is None else _cut(q_trunks, i, sizes[0], 1)
+    return visible(mine, theirs, first + i, j, trunks)
 
 
 def _scores(q: Array, k: Array, seen: Array) -> Array:

@@ -58,18 +58,21 @@ def attend(
     first: int | Int[Array, ""],
     *,
     dtype: jnp.dtype,
+    q_trunks: Int[Array, "batch time"] | None = None,
 ) -> Float[Array, "batch time q_heads head_dim"]:
     """See `tooljax.model.attention`; `first` is 0."""
     del first, dtype
     scale = q.shape[-1] ** -0.5
     inside = (q_segments != 0)[:, :, None, None]
     if not _packed(Layout()):
-        mask = visible(q_segments, k_segments, 0, 0)[:, None]
+        mask = visible(q_segments, k_segments, 0, 0, q_trunks)[:, None]
         # Padding sees itself, so that no softmax is empty.
         mask = mask | jnp.eye(q.shape[1], dtype=bool)[None, None]
         out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
         return jnp.where(inside, out, jnp.zeros((), out.dtype))
     assert _cudnn is not None, "checked by _packed"
+    if q_trunks is not None:
+        raise NotImplementedError("prompts cannot be shared yet; set batch.shared_prompts = 'off'")
     # cuDNN leaves what lies outside all segments as it was in memory: keep it out of values and gradients.
     q, k, v = (jnp.where(inside, x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]

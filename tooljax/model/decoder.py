@@ -137,17 +137,19 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "batch time"],
         segment_ids: Int[Array, "batch time"],
+        trunk_ids: Int[Array, "batch time"] | None = None,
         *,
         remat: Remat = "none",
     ) -> Float[Array, "batch time embed"]:
         """Hidden states after the final norm.
 
         Tokens attend to earlier tokens of their own segment; segment 0 is padding. `positions` count from 0 in each
-        segment. `remat` recomputes each layer in the backward pass instead of keeping its activations, but for what
-        `self.layout` keeps. The layout also spreads the work over a mesh.
+        segment. With `trunk_ids` they attend to all of an earlier segment too, and their positions go on from its last
+        (`tooljax.model.attention`). `remat` says what the backward pass computes again (`tooljax.model.remat`).
+        `self.layout` spreads the work over a mesh.
         """
         cfg, layout = self.cfg, self.layout
-        attend = segment_attention(segment_ids, layout, jnp.dtype(cfg.dtype))
+        attend = segment_attention(segment_ids, layout, jnp.dtype(cfg.dtype), trunk_ids)
         cos, sin = rotary(cfg, positions)
         shapes = layer_shapes(cfg)
         shapes |= adapter_shapes(cfg.lora, shapes)

@@ -46,10 +46,16 @@ def executed_flops(
     return update_flops(cfg, tokens, pairs, predicted) + again
 
 
-def visible_pairs(segment_ids: Int[np.ndarray, "rows time"]) -> int:
-    """Pairs of a query and a key that it sees: n (n + 1) / 2 of a segment of n tokens. 0 is padding."""
+def visible_pairs(
+    segment_ids: Int[np.ndarray, "rows time"],
+    trunk_ids: Int[np.ndarray, "rows time"] | None = None,
+) -> int:
+    """Pairs of a query and a key that it sees: n (n + 1) / 2 of a segment of n tokens, and n times the tokens of the
+    trunk that it goes on from. 0 is padding."""
     pairs = 0
-    for row in np.asarray(segment_ids):
-        lengths = np.bincount(row)[1:].astype(np.int64)
-        pairs += int(np.sum(lengths * (lengths + 1) // 2))
+    trunks = segment_ids if trunk_ids is None else trunk_ids
+    for row, trunk in zip(np.asarray(segment_ids), np.asarray(trunks), strict=True):
+        lengths = np.bincount(row).astype(np.int64)
+        pairs += int(np.sum((lengths * (lengths + 1) // 2)[1:]))
+        pairs += int(np.sum(lengths[trunk[trunk != row]]))
     return pairs
