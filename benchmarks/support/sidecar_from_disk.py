@@ -1,7 +1,8 @@
-"""The sidecar with one more route, to compare with: SGLang's own update of its weights from a folder.
+"""The sidecar with two more routes: SGLang's own update of its weights from a folder, to compare with, and memory in use.
 
 python benchmarks/support/sidecar_from_disk.py --engine sglang --model DIR ...
 POST /benchmark/from_disk?folder=DIR    answers the seconds that it took
+GET /benchmark/memory                   answers the bytes of the GPU that tensors of the sidecar itself take
 """
 
 import asyncio
@@ -19,9 +20,10 @@ from rollout_sidecar.sidecar import Sidecar
 
 
 def create_app_with_disk(sidecar: Sidecar) -> web.Application:
-    """The sidecar's application and the route."""
+    """The sidecar's application and the routes."""
     app = create_app(sidecar)
     app.router.add_post("/benchmark/from_disk", _from_disk)
+    app.router.add_get("/benchmark/memory", _memory)
     return app
 
 
@@ -43,6 +45,13 @@ async def _from_disk(request: web.Request) -> web.Response:
     finally:
         engine._open.set()
     return web.json_response({"seconds": seconds, "success": success, "message": message})
+
+
+async def _memory(request: web.Request) -> web.Response:
+    import torch
+
+    used = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    return web.Response(text=str(used))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from support.update_case import category
 
@@ -24,15 +25,20 @@ def attempt(tell: Callable[[], None]) -> None:
 def print_jax_trace(folder: Path) -> None:
     """Of the .xplane.pb under a folder, with the stages that XLA's text dumped to `folder` names, if it was."""
     scopes = _scopes(folder)
-    by_module, by_stage, by_kind, by_kernel = (Counter() for _ in range(4))
+    tables: list[Any] = [Counter() for _ in range(4)]
+    by_module, by_stage, by_kind, by_kernel = tables
     for module, op, kernel, ms in _kernels(folder):
         scope = scopes.get((module, op), "")
         backward = "transpose(jvp" in scope or "rematted" in scope
         stage = next((s for s in STAGES if f"/{s}" in scope or f"({s}" in scope), "other")
-        by_module[module] += ms
-        by_stage[f"{module}: {stage}{' backward' if backward else ''}"] += ms
-        by_kind[f"{module}: {category(kernel + ' ' + op)}"] += ms
-        by_kernel[f"{module}: {op} {kernel[:60]} | {scope[-90:]}"] += ms
+        keys = (
+            module,
+            f"{module}: {stage}{' backward' if backward else ''}",
+            f"{module}: {category(kernel + ' ' + op)}",
+            f"{module}: {op} {kernel[:60]} | {scope[-90:]}",
+        )
+        for counted, key in zip(tables, keys, strict=True):
+            counted[key] += ms
     total = sum(by_module.values()) or 1.0
     for title, counted in (
         ("programs", by_module),

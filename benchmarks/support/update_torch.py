@@ -28,6 +28,8 @@ CHUNK = 4096
 """Tokens whose logits are in memory."""
 CLIP = 0.2
 GIB = 2**30
+_TORCH: Any = torch
+"""Its operations on lists of tensors have no types."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -86,8 +88,8 @@ class Trainer:
         self.checkpointed = checkpointed
         torch.manual_seed(0)
         with torch.device(DEVICE):
-            model = transformers.Qwen2ForCausalLM(_config(size)).to(torch.bfloat16)
-        self.model = model.train()
+            model: Any = transformers.Qwen2ForCausalLM(_config(size))
+        self.model = model.to(torch.bfloat16).train()
         self.attention = choose_attention(model.config, case.lengths)
         model.config._attn_implementation = "packed"
         # Without it JAX's side would compile and this one would not.
@@ -97,7 +99,7 @@ class Trainer:
                 layer.compile(dynamic=False)
         self.pieces = wrap(loss_pieces, dynamic=False)
         self.log_softmax = wrap(picked_log_probs, dynamic=False)
-        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.weights: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.masters = [p.detach().float().clone() for p in self.weights]
         self.sums = [torch.zeros_like(p) for p in self.masters]
         for master, total in zip(self.masters, self.sums, strict=True):
@@ -132,14 +134,14 @@ class Trainer:
             loss.backward()
             total += loss.detach()
             gradients = [weight.grad for weight in self.weights]
-            torch._foreach_add_(self.sums, gradients)
+            _TORCH._foreach_add_(self.sums, gradients)
             for weight in self.weights:
                 weight.grad = None
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(self.weights, self.masters)
-            torch._foreach_zero_(self.sums)
+            _TORCH._foreach_copy_(self.weights, self.masters)
+            _TORCH._foreach_zero_(self.sums)
         self.loss = float(total)  # waits for the device
 
     def hidden(self, row: int) -> torch.Tensor:
@@ -341,7 +343,7 @@ def product_tflops(size: int = 8192, repeats: int = 20) -> float:
         _wait()
         begun = time.perf_counter()
         for _ in range(repeats):
-            a @ a
+            torch.mm(a, a)
         _wait()
         best = min(best, (time.perf_counter() - begun) / repeats)
     return 2 * size**3 / best / 1e12
@@ -354,14 +356,16 @@ def _profile(trainer: Trainer) -> None:
     activities += [ProfilerActivity.CUDA] * (DEVICE == "cuda")
     with profile(activities=activities) as trace:
         trainer.update()
-    kernels, kinds = Counter(), Counter()
+    kernels: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    counted: Any
     for event in trace.key_averages():
         on_device = getattr(event, "self_device_time_total", 0)
         took = on_device if DEVICE == "cuda" else event.self_cpu_time_total
-        if DEVICE == "cuda" and event.device_type != torch.autograd.DeviceType.CUDA:
+        if DEVICE == "cuda" and event.device_type != _TORCH.autograd.DeviceType.CUDA:
             continue
-        kernels[event.key[:120]] += took / 1e3
-        kinds[category(event.key)] += took / 1e3
+        for counted, key in ((kernels, event.key[:120]), (kinds, category(event.key))):
+            counted[key] += took / 1e3
     print_table("torch, kinds of kernels", kinds, sum(kinds.values()) or 1.0)
     print_table("torch, longest kernels", kernels, sum(kernels.values()) or 1.0)
 

@@ -1,6 +1,7 @@
 """Many pushes in a row: does the engine hold, after every one, what a cold load of the same weights would, and does
 memory grow?"""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,8 +15,12 @@ from rollout_sidecar.client import SidecarClient
 GOAL_MB = 1.0
 """Growth a push, at most."""
 
-SETTLED = 0.2
+SETTLED = 1 / 3
 """Share of the pushes before allocators and caches have what they need: left out of the slope."""
+
+ENOUGH = 30
+"""Pushes that a slope is taken of, at least, for a verdict: an allocator that grows once by a gigabyte makes any slope of
+a few."""
 
 
 class Memory(NamedTuple):
@@ -25,16 +30,35 @@ class Memory(NamedTuple):
     sidecar: int
     engine: int
     """Of the processes that the sidecar started, SGLang's; what they share counts for each. 0 without any."""
-    gpu: int
-    """Of all processes; 0 without one."""
+    gpu_trainer: int
+    """Of arrays, of what JAX's allocator has taken; 0 without a GPU."""
+    gpu_sidecar: int
+    """Of tensors, of what torch's allocator has taken, in the sidecar itself; 0 without a GPU."""
+    gpu_all: int
+    """Taken by all processes, used or not; 0 without a GPU."""
 
 
-def memory_of(sidecar: int) -> Memory:
+async def memory_of(sidecar: int, client: SidecarClient) -> Memory:
     """Of this process, the trainer, and of the sidecar."""
     _, *started = processes_of(sidecar)
+    used = await client._call("GET", "/benchmark/memory") if gpu_bytes() else b"0"
     return Memory(
-        resident(os.getpid()), resident(sidecar), sum(map(resident, started)), gpu_bytes()
+        resident(os.getpid()),
+        resident(sidecar),
+        sum(map(resident, started)),
+        trainer_gpu_bytes(),
+        int(used),
+        gpu_bytes(),
     )
+
+
+def trainer_gpu_bytes() -> int:
+    """In use, and not only kept, by JAX on its first device; 0 if that is a CPU."""
+    import jax
+
+    gc.collect()  # arrays that wait for Python's collector are no growth
+    statistics = jax.devices()[0].memory_stats() or {}
+    return int(statistics.get("bytes_in_use", 0))
 
 
 async def push_many(
@@ -63,7 +87,7 @@ async def push_many(
             seconds.append(report.seconds)
             changed += report.changed_elements
         mismatches += await differing(client, version, report.content_hash, tensors)
-        memory.append(memory_of(process))
+        memory.append(await memory_of(process, client))
         if version % 100 == 0:
             print(f"  {version} pushes, {mismatches} mismatches", file=sys.stderr, flush=True)
     print(
@@ -110,13 +134,18 @@ def print_slopes(memory: Sequence[Memory]) -> None:
     """Growth by least squares, once settled."""
     settled = memory[int(SETTLED * len(memory)) :]
     print(f"\nmemory, slope of the last {len(settled)} pushes (goal: under {GOAL_MB:g} MB a push)")
-    print(f"{'':10}{'first, MB':>12}{'last, MB':>12}{'MB a push':>12}")
-    for name, values in zip(Memory._fields, zip(*settled, strict=True), strict=True):
+    print(f"{'':12}{'before, MB':>12}{'first, MB':>12}{'last, MB':>12}{'MB a push':>12}")
+    before = zip(*memory[:1], strict=True)
+    rows = zip(Memory._fields, before, zip(*settled, strict=True), strict=True)
+    for name, (begun,), values in rows:
         if not values[-1]:
             continue
         slope = slope_mb(values)
         word = "reached" if slope < GOAL_MB else "missed"
-        print(f"{name:10}{values[0] / 1e6:12.1f}{values[-1] / 1e6:12.1f}{slope:12.4f}  {word}")
+        if len(settled) < ENOUGH:
+            word = f"({ENOUGH} would tell)"
+        sizes = "".join(f"{size / 1e6:12.1f}" for size in (begun, values[0], values[-1]))
+        print(f"{name:12}{sizes}{slope:12.4f}  {word}")
     print()
 
 
