@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
         prog="benchmarks/guess_number.py",
         description=__doc__ or "",
         module=guess_number,
+        whole_numbers=True,
     )
 
 

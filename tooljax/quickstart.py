@@ -39,13 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return learn(argv, prog="tooljax.quickstart", description=__doc__ or "", module=arithmetic)
 
 
-def learn(argv: Sequence[str] | None, *, prog: str, description: str, module: ModuleType) -> int:
-    """The whole job, on the data of a module of `tooljax.data.prepare`. 0 when the table was printed."""
+def learn(
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str,
+    module: ModuleType,
+    whole_numbers: bool = False,
+) -> int:
+    """The whole job, on the data of a module of `tooljax.data.prepare`. With `whole_numbers` a number is one token, not
+    one a digit. 0 when the table was printed."""
     config = parse_args(argv, prog=prog, description=description)
     started = time.monotonic()
     console = Console()
     try:
-        config = prepare(config, console, module)
+        config = prepare(config, console, module, whole_numbers=whole_numbers)
         with open_sidecars(config) as sidecars:
             comparison = run(config, sidecars, console)
     except InterruptedRollout:
@@ -61,7 +69,13 @@ def learn(argv: Sequence[str] | None, *, prog: str, description: str, module: Mo
     return 0
 
 
-def prepare(config: Config, console: Console, module: ModuleType = arithmetic) -> Config:
+def prepare(
+    config: Config,
+    console: Console,
+    module: ModuleType = arithmetic,
+    *,
+    whole_numbers: bool = False,
+) -> Config:
     """Data, model and cold start, each unless its result is there; the config with their paths filled in."""
     run_dir = Path(config.run.dir)
     data, model, started = run_dir / "data", run_dir / "model", run_dir / "sft"
@@ -74,7 +88,15 @@ def prepare(config: Config, console: Console, module: ModuleType = arithmetic) -
     if not (model / "tokenizer_config.json").exists():
         console.print("[bold]2/4[/] building a small decoder and its tokenizer")
         texts = tiny.chat_texts(demonstrations)
-        tiny.build(model, texts, vocab=VOCAB, embed=EMBED, layers=LAYERS, seed=config.run.seed)
+        tiny.build(
+            model,
+            texts,
+            vocab=VOCAB,
+            embed=EMBED,
+            layers=LAYERS,
+            seed=config.run.seed,
+            whole_numbers=whole_numbers,
+        )
     config = replace(
         config,
         model=replace(config.model, path=str(model)),

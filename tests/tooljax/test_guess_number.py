@@ -32,18 +32,18 @@ def ranges(questions):
 
 def test_a_game_worked_by_hand():
     game = Game(low=10, secret=41)
-    assert game.question == "My number is one of 10 to 41. Which?"
+    assert game.question == "My number is one of 10 to 59. Which?"
     assert [hint(41, number) for number in (40, 41, 42)] == ["higher", "correct", "lower"]
 
 
-def test_all_numbers_have_two_digits_and_every_range_is_used():
+def test_every_range_up_to_99_is_used():
     train, heldout = guess_number.split_lows(0)
-    assert sorted(train + heldout) == list(range(10, 69))
+    assert sorted(train + heldout) == list(range(1, 51))
     assert max(Game(low, low).high for low in train + heldout) == 99
 
 
 def test_heldout_ranges_occur_in_no_training_game_and_no_demonstration(tmp_path):
-    make(tmp_path, train=1504, heldout=384, demonstrations=2000)
+    make(tmp_path, train=2000, heldout=500, demonstrations=2000)
     asked = {
         split: [
             row["prompt"][0]["content"]
@@ -53,17 +53,17 @@ def test_heldout_ranges_occur_in_no_training_game_and_no_demonstration(tmp_path)
     }
     lines = (tmp_path / "demonstrations.jsonl").read_text().splitlines()
     demonstrated = ranges(json.loads(line)["messages"][0]["content"] for line in lines)
-    # 59 ranges: a fifth, 12, are held out.
-    assert len(ranges(asked["heldout"])) == 12
-    assert len(ranges(asked["train"])) == 47
+    # 50 ranges: a fifth, 10, are held out.
+    assert len(ranges(asked["heldout"])) == 10
+    assert len(ranges(asked["train"])) == 40
     assert not ranges(asked["heldout"]) & (ranges(asked["train"]) | demonstrated)
 
 
 def test_the_default_counts_are_every_game_once():
     train, heldout = guess_number.split_lows(3)
-    for lows, count in ((train, 1504), (heldout, 384)):
+    for lows, count in ((train, 2000), (heldout, 500)):
         games = guess_number.make_games(3, "train", lows, count)
-        assert len(set(games)) == count == 32 * len(lows)
+        assert len(set(games)) == count == 50 * len(lows)
         assert guess_number.make_games(3, "train", lows, count + 2)[count:] == games[:2]
 
 
@@ -77,12 +77,11 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path):
     assert pq.read_table(first / "train.parquet").equals(pq.read_table(again / "train.parquet"))
 
 
-def play(game, *, halving=0.0, error=0.0, early=0.0):
+def play(game, *, halving):
     """Demonstrations of it, each as (guesses, hints, answer)."""
-    shares = {"halving_share": halving, "error_share": error, "early_share": early}
     rng, hermes = random.Random(0), get_format("hermes")
     for _ in range(400):
-        shown = guess_number.make_demonstration(rng, game, **shares)
+        shown = guess_number.make_demonstration(rng, game, halving_share=halving)
         _, *turns, last = shown["messages"]
         assert [message["role"] for message in turns] == ["assistant", "tool"] * (len(turns) // 2)
         calls = [hermes.parse(message["content"])[0] for message in turns[::2]]
@@ -93,49 +92,59 @@ def play(game, *, halving=0.0, error=0.0, early=0.0):
         yield guesses, [message["content"] for message in turns[1::2]], answer
 
 
-def test_demonstrations_without_mistakes_guess_only_what_is_possible():
+def possible_after(game, guesses, hints):
+    """What the secret can be, number by number."""
+    return [
+        number
+        for number in range(game.low, game.high + 1)
+        if all(hint(number, guess) == told for guess, told in zip(guesses, hints, strict=True))
+    ]
+
+
+def test_demonstrations_guess_only_what_is_possible():
     game = Game(low=20, secret=45)
-    for guesses, hints, answer in play(game):
-        assert len(guesses) <= 5
+    for guesses, hints, answer in play(game, halving=0.3):
         assert hints == [hint(45, number) for number in guesses]
-        possible = set(range(20, 52))
-        for number, told in zip(guesses, hints, strict=True):
-            assert number in possible
-            possible = {n for n in possible if hint(n, number) == told}
-        assert answer in possible
-        assert len(guesses) == 5 or hints[-1] == "correct"
+        for turn, number in enumerate([*guesses, answer]):
+            assert number in possible_after(game, guesses[:turn], hints[:turn])
+        assert len(guesses) == 6 or (len(guesses) < 6 and hints[-1] == "correct")
 
 
 def test_halving_a_range_worked_by_hand():
-    # 20 to 51: 35, then 36 to 51: 43, 44 to 51: 47, 44 to 46: 45.
+    # 20 to 69: 44, then 45 to 69: 57, 45 to 56: 50, 45 to 49: 47, 45 to 46: 45.
     for guesses, hints, answer in play(Game(low=20, secret=45), halving=1):
-        assert guesses == [35, 43, 47, 45]
-        assert hints == ["higher", "higher", "lower", "correct"]
+        assert guesses == [44, 57, 50, 47, 45]
+        assert hints == ["higher", "lower", "lower", "lower", "correct"]
         assert answer == 45
 
 
-def test_halving_finds_every_number_in_six_guesses():
-    for secret in range(20, 52):
+def test_halving_finds_every_number_in_seven_guesses():
+    for secret in range(20, 70):
         _, _, answer = next(play(Game(low=20, secret=secret), halving=1))
         assert answer == secret
 
 
-def test_mistakes_have_the_shares_asked_for():
+def test_creeping_stays_within_three_numbers_of_an_end():
     game = Game(low=20, secret=45)
-    # Answers without a guess: three standard deviations around 100 of 400.
-    at_once = sum(not guesses for guesses, _, _ in play(game, early=0.25))
-    assert abs(at_once - 100) < 26
-    # Told that 45 is higher than the first guess, guesses at or below it come from mistakes alone.
-    second = [guesses[:2] for guesses, _, _ in play(game, error=1) if guesses[0] < 45]
-    below = sum(b <= a for a, b in second)
-    expected = sum(a - 19 for a, _ in second) / 32
-    assert abs(below - expected) < 3 * (len(second) / 4) ** 0.5
+    firsts = set()
+    for guesses, hints, answer in play(game, halving=0):
+        for turn, number in enumerate([*guesses, answer]):
+            possible = possible_after(game, guesses[:turn], hints[:turn])
+            assert number in possible[:3] + possible[-3:]
+        firsts.add(guesses[0])
+    assert firsts == {20, 21, 22, 67, 68, 69}
+
+
+def test_guesses_halve_as_often_as_asked():
+    halved = [guesses[0] == 44 for guesses, _, _ in play(Game(low=20, secret=45), halving=0.3)]
+    # 120 of 400, within three standard deviations of 9.2.
+    assert abs(sum(halved) - 120) < 28
 
 
 async def test_the_tool_says_what_demonstrations_have_it_say():
     tool = GuessNumberTool({}, None)
     assert guess_number.GUESS_SCHEMA == SCHEMA
-    for i, (guesses, hints, _) in enumerate(play(Game(low=20, secret=45), error=0.5)):
+    for i, (guesses, hints, _) in enumerate(play(Game(low=20, secret=45), halving=0.3)):
         await tool.create(str(i), secret=45, max_guesses=guess_number.MAX_GUESSES)
         told = [(await tool.execute(str(i), {"number": n}))[0].text for n in guesses]
         assert told == hints

@@ -146,3 +146,10 @@ def test_chat_texts_are_what_conversations_are_made_of(tmp_path):
     tiny.write_tokenizer(tiny.train_tokenizer(texts, 300), tmp_path)
     text = ChatTokenizer.from_folder(tmp_path).render(rows[0]["messages"], TOOLS)
     assert f"<|im_start|>{texts[0]}<|im_end|>" in text
+
+
+def test_numbers_are_digits_or_one_token():
+    texts = [f"{number} and {number + 1}" for number in range(10, 20)]
+    for whole, tokens in ((False, ["1", "7"]), (True, ["17"])):
+        tokenizer = tiny.train_tokenizer(texts, 300, whole_numbers=whole)
+        assert tokenizer.encode("17").tokens == tokens

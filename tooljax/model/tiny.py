@@ -1,7 +1,8 @@
 """Builds a small decoder and its tokenizer from nothing: for the quickstart, and for tests that need a real model.
 
 The tokenizer is byte-level BPE, trained on the given texts, with every digit a token of its own: copying a number
-never seen before is then copying digits. The chat template is ChatML with a short list of tools.
+never seen before is then copying digits. On request, numbers that the texts often have are tokens instead. The chat
+template is ChatML with a short list of tools.
 """
 
 import json
@@ -37,12 +38,12 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte-level BPE with individual digits; `vocab` is an upper bound."""
+def train_tokenizer(texts: Iterable[str], vocab: int, *, whole_numbers: bool = False) -> Tokenizer:
+    """Byte-level BPE with individual digits, or with whole numbers as far as merges go; `vocab` is an upper bound."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Digits(individual_digits=not whole_numbers),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -92,10 +93,17 @@ def tiny_config(
 
 
 def build(
-    folder: str | Path, texts: Iterable[str], *, vocab: int, embed: int, layers: int, seed: int
+    folder: str | Path,
+    texts: Iterable[str],
+    *,
+    vocab: int,
+    embed: int,
+    layers: int,
+    seed: int,
+    whole_numbers: bool = False,
 ) -> None:
     """Writes a Hugging Face folder with a fresh tokenizer and randomly initialised weights."""
-    tokenizer = train_tokenizer(texts, vocab)
+    tokenizer = train_tokenizer(texts, vocab, whole_numbers=whole_numbers)
     config = tiny_config(tokenizer.get_vocab_size(), embed=embed, layers=layers)
     hf.save(Decoder(config, rngs=nnx.Rngs(seed)), folder, source=None)
     write_tokenizer(tokenizer, folder)

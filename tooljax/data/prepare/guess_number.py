@@ -1,12 +1,14 @@
 """Generates games of guessing a number, and demonstrations of playing them badly.
 
 `python -m tooljax.data.prepare guess_number --output_dir DIR` writes train.parquet and heldout.parquet (verl records)
-and demonstrations.jsonl. Everything derives from --seed. A game is a range of WIDTH numbers and a secret in it; the
-tool says higher or lower MAX_GUESSES times, and the answer is the last guess. Ranges are split once: a held-out one
-occurs in no training game and in no demonstration.
+and demonstrations.jsonl. Everything derives from --seed. A game is a range of WIDTH numbers and a secret in it, to be
+found in seven guesses: the tool says higher or lower MAX_GUESSES times, and the answer is the last guess. Fifty numbers
+and seven guesses are GEM's game:GuessTheNumber-v0-hard (arXiv:2510.01051); there the range is always 1 to 50. Here
+ranges are split once: a held-out one occurs in no training game and in no demonstration.
 
-Halving the range finds any of 63 numbers in six guesses, so each of 32; guessing at random among what is possible
-finds 70 %. Demonstrations do either from guess to guess, now and then forget what they were told, and answer too early.
+Halving what is possible finds each of 127 numbers in seven guesses, so each of fifty; guessing at random among what is
+possible finds 72 %. Demonstrations guess nothing that they know to be wrong, but they halve only now and then: mostly
+they creep in from an end of what is possible, which finds 25 %.
 """
 
 import argparse
@@ -20,11 +22,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 DATA_SOURCE = "tooljax/guess_number"
-WIDTH = 32
-LOWS = range(10, 100 - WIDTH + 1)
-"""First numbers of the ranges: all numbers have two digits."""
+WIDTH = 50
+LOWS = range(1, 100 - WIDTH + 1)
+"""First numbers of the ranges, which end at 99 at most."""
 HELD_OUT_SHARE = 0.2
-MAX_GUESSES = 5
+MAX_GUESSES = 6
+STEPS_FROM_THE_END = 3
+"""Creeping guesses one of so many numbers at an end of what is possible."""
 
 GUESS_SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -91,26 +95,13 @@ def to_record(game: Game, split: str, index: int) -> dict[str, Any]:
     }
 
 
-def make_demonstration(
-    rng: random.Random,
-    game: Game,
-    *,
-    halving_share: float,
-    error_share: float,
-    early_share: float,
-) -> dict[str, Any]:
-    """One game played badly.
-
-    Before each guess a share `early_share` gives up and answers. Of the guesses, a share `halving_share` is the middle
-    of what is possible and a share `error_share` any number of the range; the others, and answers, are drawn from what
-    is possible. What follows a guess really would follow it.
-    """
+def make_demonstration(rng: random.Random, game: Game, *, halving_share: float) -> dict[str, Any]:
+    """One game played badly: a share `halving_share` of the guesses is the middle of what is possible, the others are
+    near one of its ends. What follows a guess really would follow it; the answer is one more guess."""
     messages = [{"role": "user", "content": game.question}]
     low, high = game.low, game.high
     for _ in range(MAX_GUESSES):
-        if rng.random() < early_share:
-            break
-        number = _guess(rng, game, (low, high), halving_share, error_share)
+        number = _guess(rng, low, high, halving_share)
         told = hint(game.secret, number)
         messages.append({"role": "assistant", "content": call(number)})
         messages.append({"role": "tool", "content": told})
@@ -118,26 +109,19 @@ def make_demonstration(
             low = high = number
             break
         if told == "higher":
-            low = max(low, number + 1)
+            low = number + 1
         else:
-            high = min(high, number - 1)
-    messages.append({"role": "assistant", "content": f"#### {rng.randint(low, high)}"})
+            high = number - 1
+    answer = _guess(rng, low, high, halving_share)
+    messages.append({"role": "assistant", "content": f"#### {answer}"})
     return {"messages": messages, "tools": [GUESS_SCHEMA]}
 
 
-def _guess(
-    rng: random.Random,
-    game: Game,
-    possible: tuple[int, int],
-    halving_share: float,
-    error_share: float,
-) -> int:
-    kind = rng.random()
-    if kind < halving_share:
-        return sum(possible) // 2
-    if kind < halving_share + error_share:
-        return rng.randint(game.low, game.high)
-    return rng.randint(*possible)
+def _guess(rng: random.Random, low: int, high: int, halving_share: float) -> int:
+    if rng.random() < halving_share:
+        return (low + high) // 2
+    steps = rng.randrange(STEPS_FROM_THE_END)
+    return min(high, low + steps) if rng.random() < 0.5 else max(low, high - steps)
 
 
 def hint(secret: int, number: int) -> str:
@@ -158,19 +142,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="everything derives from it (default 0)"
     )
-    parser.add_argument("--train", type=int, default=1504, help="training games (default 1504)")
-    parser.add_argument("--heldout", type=int, default=384, help="held-out games (default 384)")
+    parser.add_argument("--train", type=int, default=2000, help="training games (default 2000)")
+    parser.add_argument("--heldout", type=int, default=500, help="held-out games (default 500)")
     parser.add_argument(
         "--demonstrations", type=int, default=32000, help="demonstrations (default 32000)"
     )
-    for name, share, what in (
-        ("halving", 0.7, "guesses that halve what is possible"),
-        ("error", 0.1, "guesses that forget what was said"),
-        ("early", 0.15, "turns that answer instead of guessing"),
-    ):
-        parser.add_argument(
-            f"--{name}_share", type=float, default=share, help=f"{what} (default {share})"
-        )
+    parser.add_argument(
+        "--halving_share",
+        type=float,
+        default=0.3,
+        help="guesses that halve what is possible (default 0.3)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -191,15 +173,7 @@ def run(args: argparse.Namespace) -> None:
     demonstrated = make_games(args.seed, "demonstrations", train_lows, args.demonstrations)
     rng = random.Random(f"{args.seed}/mistakes")
     lines = [
-        json.dumps(
-            make_demonstration(
-                rng,
-                game,
-                halving_share=args.halving_share,
-                error_share=args.error_share,
-                early_share=args.early_share,
-            )
-        )
+        json.dumps(make_demonstration(rng, game, halving_share=args.halving_share))
         for game in demonstrated
     ]
     # Last, and under its name only when complete: it says that the folder is done.
