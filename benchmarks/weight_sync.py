@@ -293,7 +293,7 @@ async def push_all(
                     tensors = moved(density, tensors, version)
                 report = await sender.push(tensors.items(), version=version, timeout_s=600)
                 pushes.append(Push(report, await swap_seconds(client)))
-                memory.append(memory_of(process))
+                memory.append(await memory_of(process, client))
         print_stages(pushes)
         print_slopes(memory)
         # The hashes of the host copy, and what the engine holds otherwise.

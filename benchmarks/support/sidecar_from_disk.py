@@ -1,4 +1,4 @@
-"""The sidecar with two more routes: SGLang's own update of its weights from a folder, to compare with, and memory in use.
+"""The sidecar with two more routes: SGLang's own update of its weights from a folder, to compare with, and its memory.
 
 python benchmarks/support/sidecar_from_disk.py --engine sglang --model DIR ...
 POST /benchmark/from_disk?folder=DIR    answers the seconds that it took

@@ -19,8 +19,8 @@ SETTLED = 1 / 3
 """Share of the pushes before allocators and caches have what they need: left out of the slope."""
 
 ENOUGH = 30
-"""Pushes that a slope is taken of, at least, for a verdict: an allocator that grows once by a gigabyte makes any slope of
-a few."""
+"""Pushes that a slope is taken of, at least, for a verdict: an allocator that grows once by a gigabyte makes any
+slope of a few."""
 
 
 class Memory(NamedTuple):

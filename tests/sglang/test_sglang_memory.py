@@ -71,11 +71,10 @@ def only_on_gpu():
 
 async def hand_over(engine, name, array):
     """Changes one tensor in SGLang's processes, and nowhere else."""
-    from rollout_sidecar.engines.sglang_weights import stage
+    from rollout_sidecar.engines.sglang_weights import finish
 
-    (bucket,) = await asyncio.to_thread(
-        stage, {name: pushed_tensor(name, array)}, 2**20, engine._device
-    )
+    tensors = {name: pushed_tensor(name, array)}
+    (bucket,) = await asyncio.to_thread(finish, None, tensors, 0, 2**20, engine._device)
     async with engine._weight_update():
         await engine._hand_over(bucket)
 
