@@ -55,7 +55,7 @@ def main() -> int:
         "--profile", action="store_true", help="print where one more update's time goes"
     )
     parser.add_argument("--no_compile", action="store_true", help="torch without torch.compile")
-    parser.add_argument("--limit_s", type=float, default=170, help="of one process")
+    parser.add_argument("--limit_s", type=float, default=240, help="of one process")
     parser.add_argument("--json", default="", help="where to write all that was measured")
     args = parser.parse_args()
     rows: list[Row] = []
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace, size: str, side: str, mesh: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         if side == "ours":
             words += ["--mesh", mesh, "--rows_per_microbatch", args.rows_per_microbatch]
+            words += ["--segments", args.segments]
             words += [word for setting in args.set for word in ("--set", setting)]
             if args.profile:
                 dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"

@@ -22,8 +22,9 @@ from support.update_case import SIZES, Case, make_case, timed
 
 from tooljax.batch import PackItem, TrainBatch, pack
 from tooljax.compile.chips import GIB, topology
-from tooljax.compile.program import Compiled, compile_update
+from tooljax.compile.program import Compiled, DoesNotFit, compile_update
 from tooljax.config import Config, load_config
+from tooljax.model import attention_cudnn
 from tooljax.model.decoder import Decoder, DecoderConfig
 from tooljax.model.hf_config import config_fields
 from tooljax.policy import Policy, layout_of, make_updater
@@ -46,12 +47,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm_up", type=int, default=2)
     parser.add_argument("--mesh", default="one", help="such as fsdp=2 or fsdp=2,tensor=2")
+    parser.add_argument("--segments", type=int, default=0, help="that cuDNN is given room for")
     parser.add_argument("--set", action="append", default=[], help="a setting of the trainer's")
     parser.add_argument("--profile", default="", help="folder for a trace of one more update")
     args = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_default_prng_impl", "rbg")  # compiles in no time
+    if args.segments:
+        attention_cudnn.MOST_SEGMENTS = args.segments
     told: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "versions": f"jax {jax.__version__}",
@@ -67,10 +71,6 @@ def main() -> None:
             print(f"model.remat={remat}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
         gc.collect()
     print(json.dumps(told))
-
-
-class DoesNotFit(Exception):
-    """By compile_check's count."""
 
 
 def measure(args: argparse.Namespace, remat: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def predict(config: Config) -> dict[str, Any]:
         count *= size
     try:
         compiled: Compiled = compile_update(config, topology(f"{name}:{count}"))
-    except jax.errors.JaxRuntimeError:
+    except (jax.errors.JaxRuntimeError, DoesNotFit):
         raise
     except Exception as error:  # a measurement without a prediction is better than none
         return {"predicted": f"{type(error).__name__}: {error}"[:300]}
