@@ -35,13 +35,15 @@ def inputs(ids: np.ndarray, q_heads: int, kv_heads: int, head_dim: int) -> list[
     return [rng.normal(size=s).astype(np.float32) for s in (shape, narrow, narrow, shape)]
 
 
-def slow(ids: np.ndarray, q, k, v, d_out) -> list[np.ndarray]:
+def slow(ids: np.ndarray, q, k, v, d_out, trunks: np.ndarray | None = None) -> list[np.ndarray]:
     """Output, dq, dk and dv in float64: softmax row by row, its derivative by hand."""
+    trunks = ids if trunks is None else trunks
     q, k, v, d_out = (x.astype(np.float64) for x in (q, k, v, d_out))
     out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
     scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
     for b, t, n in np.ndindex(*q.shape[:3]):
-        seen = [s for s in range(t + 1) if ids[b, s] == ids[b, t] != 0]
+        mine = {int(ids[b, t]), int(trunks[b, t])} - {0}
+        seen = [s for s in range(t + 1) if ids[b, s] in mine]
         if not seen:
             continue
         keys, values = k[b, seen, n // group], v[b, seen, n // group]
@@ -143,14 +145,6 @@ def test_what_kernels_cannot_do_is_said(monkeypatch):
     )
     split = Layout(make_mesh(context=2))
     assert attention_splash.reason_not(split, q, k) == "mesh.context splits the time axis"
-
-
-def test_segments_are_told_to_cudnn_by_length_and_start(monkeypatch):
-    monkeypatch.setattr(attention_cudnn, "MOST_SEGMENTS", 3)
-    ids = jnp.asarray([[1, 1, 2, 2, 2, 0], [1, 1, 1, 2, 3, 3]], jnp.int32)
-    lengths, starts = attention_cudnn.segment_spans(ids)
-    assert lengths.tolist() == [[2, 3, -1], [3, 1, 2]]
-    assert starts.tolist() == [[0, 2, -1, -1], [0, 3, 4, -1]]
 
 
 @pytest.mark.gpu

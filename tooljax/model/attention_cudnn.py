@@ -2,9 +2,11 @@
 
 `jax.nn.dot_product_attention` reaches the same kernels, but for segments it takes a mask [batch 1 time time] only: half
 a gigabyte for a row of 16k tokens. The packed form is in JAX's private module, so it is used only where that module
-has it, and the mask otherwise, for rows whose mask is small.
+has it, and the mask otherwise, for rows whose mask is small. Where segments share a trunk, the packed form takes two
+passes (`tooljax.model.attention_trunks`).
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tooljax.model.attention_blockwise import visible
+from tooljax.model.attention_trunks import Kernel, Spans, merged, own_spans, trunk_spans
 from tooljax.sharding import Layout
 
 MOST_SEGMENTS = 128
@@ -62,47 +65,78 @@ def attend(
 ) -> Float[Array, "batch time q_heads head_dim"]:
     """See `tooljax.model.attention`; `first` is 0."""
     del first, dtype
-    scale = q.shape[-1] ** -0.5
     inside = (q_segments != 0)[:, :, None, None]
     if not _packed(Layout()):
         mask = visible(q_segments, k_segments, 0, 0, q_trunks)[:, None]
         # Padding sees itself, so that no softmax is empty.
         mask = mask | jnp.eye(q.shape[1], dtype=bool)[None, None]
-        out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
         return jnp.where(inside, out, jnp.zeros((), out.dtype))
     assert _cudnn is not None, "checked by _packed"
-    if q_trunks is not None:
-        raise NotImplementedError("prompts cannot be shared yet; set batch.shared_prompts = 'off'")
     # cuDNN leaves what lies outside all segments as it was in memory: keep it out of values and gradients.
     q, k, v = (jnp.where(inside, x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    lengths, offsets = segment_spans(q_segments)
-    out: Any = _cudnn.dot_product_attention(
-        q,
-        k,
-        v,
-        q_seqlen=lengths,
-        kv_seqlen=lengths,
-        q_offsets=offsets,
-        kv_offsets=offsets,
-        scale=scale,
-        mask_type=_cudnn.MaskType.PADDING_CAUSAL,
-    )
+    own = own_spans(q_segments, MOST_SEGMENTS)
+    if q_trunks is None:
+        out = _call(q, k, v, own, causal=True)
+    else:
+        trunk = trunk_spans(q_segments, q_trunks, MOST_SEGMENTS)
+        out = merged(Kernel(_forward, _backward), q, k, v, own, trunk)
     too_many = jnp.max(q_segments, axis=1)[:, None, None, None] > MOST_SEGMENTS
     out = jnp.where(inside, out, jnp.zeros((), out.dtype))
     return jnp.where(too_many, jnp.asarray(jnp.nan, out.dtype), out)
 
 
-def segment_spans(segment_ids: Int[Array, "batch time"]) -> tuple[Array, Array]:
-    """Lengths [batch segments] and starts [batch segments + 1] of each row's segments, -1 where there are none.
+def _call(q: Array, k: Array, v: Array, spans: Spans, *, causal: bool, logs: bool = False) -> Any:
+    """The output, and with `logs` those of the softmaxes' denominators. Has gradients if those of `logs` are 0."""
+    assert _cudnn is not None, "checked by _packed"
+    mask_type = _cudnn.MaskType.PADDING_CAUSAL if causal else _cudnn.MaskType.PADDING
+    return _cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=spans.q_lengths,
+        kv_seqlen=spans.k_lengths,
+        q_offsets=spans.q_starts,
+        kv_offsets=spans.k_starts,
+        scale=q.shape[-1] ** -0.5,
+        mask_type=mask_type,
+        return_residual=logs,
+    )
 
-    Segments 1 1 2 2 2 0 give lengths 2 3 -1 ... and starts 0 2 -1 -1 ...: JAX moves what is not -1 of all rows together
-    before cuDNN reads it, so that a row with one start more than lengths would shift every row after it.
-    """
-    ids = jnp.arange(1, MOST_SEGMENTS + 1, dtype=jnp.int32)
-    lengths = jnp.sum(segment_ids[:, :, None] == ids[None, None], axis=1, dtype=jnp.int32)
-    ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
-    known = lengths > 0
-    starts = jnp.where(known, ends - lengths, -1)
-    return jnp.where(known, lengths, -1), jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
+
+def _forward(q: Array, k: Array, v: Array, spans: Spans, causal: bool) -> tuple[Array, Array]:
+    out, logs = _call(q, k, v, spans, causal=causal, logs=True)
+    return out, logs
+
+
+def _backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    spans: Spans,
+    causal: bool,
+    out: Array,
+    logs: Array,
+    d_out: Array,
+) -> tuple[Array, Array, Array]:
+    """Of a softmax that is larger than this pass's: JAX has no public way to give cuDNN its denominator."""
+    cudnn: Any = _cudnn
+    none = jnp.zeros(0, q.dtype)
+    settings = {
+        "scale": q.shape[-1] ** -0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters:
+        settings["score_mod"] = None
+    lengths = (spans.q_lengths, spans.k_lengths, spans.q_starts, spans.k_starts)
+    dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        q, k, v, none, *lengths, none, none, logs, out, d_out, **settings
+    )
+    return dq, dk, dv

@@ -98,13 +98,12 @@ def _apart(q: Array, k: Array, branch: Int[Array, "batch time"]) -> tuple[Array,
     are two dimensions, in which products are 0 if the bits are the same.
     """
     bits = (branch[..., None] >> jnp.arange(_BRANCH_BITS)[None, None]) & 1
-    set_, unset = (bits == 1), (bits == 0)
-    of_q = jnp.concatenate([unset, set_], axis=-1) * jnp.asarray(-_UNSEEN, q.dtype)
-    of_k = jnp.concatenate([set_, unset], axis=-1) & (branch != 0)[..., None]
+    both = jnp.concatenate([bits, 1 - bits], axis=-1).astype(q.dtype)
+    of_q = (both - 1) * _UNSEEN
+    of_k = jnp.where((branch != 0)[..., None], both, jnp.zeros((), q.dtype))
 
     def widened(x: Array, more: Array) -> Array:
         shape = (*x.shape[:-1], more.shape[-1])
-        more = jnp.broadcast_to(more[:, :, None].astype(x.dtype), shape)
-        return jnp.concatenate([x, more], axis=-1)
+        return jnp.concatenate([x, jnp.broadcast_to(more[:, :, None], shape)], axis=-1)
 
     return widened(q, of_q), widened(k, of_k)
