@@ -2,6 +2,7 @@
 
     python benchmarks/update_mfu.py                            # one H200: Qwen2.5 shapes of 0.5B, 1.5B and 3B
     python benchmarks/update_mfu.py --sizes 0.5B --profile     # and where the time goes
+    python benchmarks/update_mfu.py --sizes 0.5B --sides ours --set model.remat=none     # or --segments 16
     python benchmarks/update_mfu.py --sides ours --mesh one fsdp=2 tensor=2      # two GPUs, each against one
     JAX_PLATFORMS=cpu python benchmarks/update_mfu.py --sizes tiny --steps 1     # does it run at all
 

@@ -32,9 +32,9 @@ from tooljax.sharding import shardings
 
 REMAT = {
     "tiny": ("none",),
-    "0.5B": ("none", "dots", "full"),
-    "1.5B": ("none", "dots", "full"),
-    "3B": ("dots", "attention", "full"),
+    "0.5B": ("dots_attention", "attention", "full"),
+    "1.5B": ("dots_attention", "attention", "full"),
+    "3B": ("dots_attention", "attention", "full"),
 }
 """model.remat that is tried, the fastest first; the next where one does not fit."""
 

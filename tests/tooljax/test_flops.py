@@ -26,7 +26,8 @@ def test_by_hand():
     assert forward_flops(CONFIG, 5, 9, 2) == 2 * 960 * 5 + 64 * 9 + 304 * 2
     assert update_flops(CONFIG, 5, 9, 2) == 3 * forward_flops(CONFIG, 5, 9, 2)
     products, attention = 2 * 960 * 5, 64 * 9
-    again = {"none": 0, "dots": attention, "offload": attention, "attention": products}
+    again = {"none": 0, "dots_attention": 0, "dots": attention, "offload": attention}
+    again |= {"attention": products}
     for remat, flops in (again | {"full": products + attention}).items():
         assert executed_flops(CONFIG, 5, 9, 2, remat=remat) == update_flops(CONFIG, 5, 9, 2) + flops
 

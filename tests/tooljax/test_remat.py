@@ -71,7 +71,8 @@ def test_memory_falls_from_none_to_full():
         for remat in ("none", "dots", "full")
     }
     assert temporaries["none"] > temporaries["dots"] > temporaries["full"], temporaries
-    kept = [sum(map(np.prod, residuals(remat))) for remat in ("none", "dots", "attention", "full")]
+    names = ("none", "dots_attention", "dots", "attention", "full")
+    kept = [sum(map(np.prod, residuals(remat))) for remat in names]
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] == 0
 
@@ -103,6 +104,10 @@ def test_dots_finds_products_with_weights():
     # q, k, v [tokens heads head_dim]; the output of wo [tokens embed]; gate and up [tokens ffw]. Not w_down's: no
     # gradient needs it.
     assert sorted(residuals("dots")) == [*[(TIME, 2, 8)] * 3, (TIME, 16), *[(TIME, 64)] * 2]
+
+
+def test_dots_attention_finds_both():
+    assert sorted(residuals("dots_attention")) == sorted(residuals("dots") + residuals("attention"))
 
 
 def test_cudnn_results_are_found_by_the_name_of_their_operation():

@@ -50,9 +50,9 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the trained weights and of what is sent to the engines. Softmax and log-probs are float32 always."""
     remat: Remat = "full"
-    """What the backward pass computes again of each layer. none: nothing, all activations are kept; dots: attention and
-    what is elementwise; attention: all but attention; full: the layer. offload: as dots, with what is kept in the
-    host's memory."""
+    """What the backward pass computes again of each layer. none: nothing, all activations are kept; dots_attention:
+    what is elementwise; dots: attention too; attention: all but attention; full: the layer. offload: as dots, with what
+    is kept in the host's memory."""
     attention: Literal["auto", "plain", "blockwise", "cudnn", "splash"] = "auto"
     """What computes attention in the trainer: the best that can serve, or one by name. cudnn needs NVIDIA GPUs and
     bfloat16, splash TPUs; plain holds the scores of all pairs of a row, blockwise those of a block."""

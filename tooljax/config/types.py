@@ -19,4 +19,4 @@ NonNegative = Annotated[float, Range(low=0)]
 Positive = Annotated[float, Range(above=0)]
 Fraction = Annotated[float, Range(low=0, high=1)]
 
-Remat = Literal["none", "dots", "attention", "offload", "full"]
+Remat = Literal["none", "dots_attention", "dots", "attention", "offload", "full"]

@@ -38,6 +38,7 @@ def executed_flops(
     once either way."""
     again = {
         "none": 0.0,
+        "dots_attention": 0.0,
         "dots": forward_flops(cfg, 0, pairs, 0),
         "attention": forward_flops(cfg, tokens, 0, 0),
         "offload": forward_flops(cfg, 0, pairs, 0),

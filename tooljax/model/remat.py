@@ -1,10 +1,11 @@
 """What the backward pass finds of a layer's forward pass, and what it computes again, by name.
 
-    none       finds all activations
-    dots       finds products with weights; attention and what is elementwise is computed again
-    attention  finds what attention gave, and the log of its softmax's denominator
-    offload    finds what "dots" finds, but in the host's memory
-    full       finds the layer's input
+    none            finds all activations
+    dots_attention  finds products with weights and what attention gave; what is elementwise is computed again
+    dots            finds products with weights; attention and what is elementwise is computed again
+    attention       finds what attention gave, and the log of its softmax's denominator
+    offload         finds what "dots" finds, but in the host's memory
+    full            finds the layer's input
 
 In that order memory falls and work rises, but for "offload", whose price is the way to the host and back. All give the
 same gradients.
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from tooljax.config.types import Remat as Remat
-from tooljax.sharding import GATHERED, Layout
+from tooljax.sharding import GATHERED, HOST_MEMORY, Layout
 
 ATTENDED = "attended"
 """Name of what attention gives, for "attention"."""
@@ -43,9 +44,12 @@ def rematerialised(layer: Callable, layout: Layout, remat: Remat) -> Callable:
         return jax.checkpoint(layer, policy=gathered) if layout.gathers else layer
     # Products with weights have no batch axis; those of attention have.
     policy: Callable | None = {
+        "dots_attention": policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, _attention_saveable
+        ),
         "dots": policies.dots_with_no_batch_dims_saveable,
         "attention": _attention_saveable,
-        "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        "offload": policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY),
         "full": None,
     }[remat]
     return jax.checkpoint(layer, policy=policy)
