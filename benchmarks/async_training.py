@@ -1,150 +1,148 @@
 """What rollouts ahead of their step, and oversampling, are worth where tools answer late now and then.
 
     python benchmarks/async_training.py
-    python benchmarks/async_training.py --steps 40 --median_s 0.3 --update_s 1
+    python benchmarks/async_training.py --steps 60 --median_s 0.3 --update_s 1
+    python benchmarks/async_training.py --engine embedded --folder /tmp/world
 
-The whole training loop (`tooljax.train`: rollouts, update of a tiny model, push to the sidecar, logs) against a sidecar
-over HTTP whose engine plays a script: each trajectory calls a tool twice, then answers. How long the tool takes is
-drawn from a log-normal distribution, by task, sample and turn: every mode waits for the same draws of the same tasks.
-Tokens cost nothing, so what is measured is waiting: of the step for the slowest trajectory, which is what rollouts
-ahead and oversampling are for. Steps that compile are left out.
+The whole training loop (`tooljax.train`: rollouts, update, push to the sidecar, logs) against a sidecar over HTTP. How
+long a tool takes is drawn from a log-normal distribution by the turn's seed, which derives from seed, step, task,
+sample and turn: every mode waits for the same draws of the same tasks.
+
+By default the engine plays a script (each trajectory calls a tool twice, then answers), a tiny model is updated, and
+tokens cost nothing: what is measured is waiting, of the step for the slowest trajectory, which is what rollouts ahead
+and oversampling are for. Beside it is what the draws alone come to. With `--engine embedded` the quickstart's model
+learns the quickstart's task with its calculator from its cold start, over several seeds, and accuracy on the held-out
+problems is measured when training is over, without delays. Steps that compile are left out.
 """
 
 import argparse
-import asyncio
-import contextlib
 import json
 import logging
-import math
+import multiprocessing
 import os
-import random
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from aiohttp import web
+from rich.console import Console
+from support.late_tools import CALLS, Late, embedded, scripted, serving
 
-from rollout_sidecar.agent import Agent
-from rollout_sidecar.engines.base import GenerateRequest
-from rollout_sidecar.engines.scripted import ScriptedEngine
-from rollout_sidecar.formats import get_format
-from rollout_sidecar.scoring import Scorer
-from rollout_sidecar.server import ServerOptions, Sidecar, create_app
-from rollout_sidecar.tokenizer import ChatTokenizer
-from rollout_sidecar.tools.base import BaseTool, ToolResponse
+from rollout_sidecar.engines.base import Engine
+from rollout_sidecar.protocol import derive_seed
+from rollout_sidecar.tools.base import BaseTool
 from tooljax.config import Config, load_config
+from tooljax.evaluate import evaluate, held_out_tasks
+from tooljax.intervals import paired_bootstrap, wilson
 from tooljax.model import tiny
+from tooljax.quickstart import prepare
 from tooljax.rollouts import open_sidecars
 from tooljax.train import Run, train
 
-PROMPTS, SAMPLES, CALLS = 8, 4, 2
 WARM_UP = 3
 """Steps that are left out: they compile, and nothing is ahead yet."""
+PROMPTS = 8
+SAMPLES = 4
+DEFAULTS = {  # steps, median_s, update_s
+    "scripted": (63, 0.15, 0.5),
+    "embedded": (36, 1.5, 0.0),
+}
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.gin"
 
 MODES: dict[str, list[str]] = {
     "synchronous": [],
-    "lag 1": ["async.max_policy_lag=1"],
+    "lag 1": ["async.max_policy_lag=1", "grpo.rollout_is=token"],
     "oversampling 1.25": ["async.oversampling=1.25"],
-    "lag 1, oversampling 1.25": ["async.max_policy_lag=1", "async.oversampling=1.25"],
+    "lag 1, oversampling 1.25": [
+        *("async.max_policy_lag=1", "grpo.rollout_is=token", "async.oversampling=1.25"),
+    ],
 }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A run."""
+
+    seconds: np.ndarray
+    """Of each step."""
+    rollout_s: np.ndarray
+    """Of each step: what it waited for its rollouts."""
+    lag: float
+    scores: Sequence[float] = ()
+    """Of held-out problems: 1 or 0."""
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=33, help="the first 3 do not count")
-    parser.add_argument("--median_s", type=float, default=0.15, help="of the tool's time")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of its logarithm")
-    parser.add_argument("--update_s", type=float, default=0.5, help="added to each update")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    logging.disable(logging.WARNING)
-    found = {}
+    args = parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_files(folder)
-        tokenizer = ChatTokenizer.from_folder(folder / "model")
-        for mode, settings in MODES.items():
-            with serving(tokenizer, Late(args.median_s, args.sigma, args.seed)) as url:
-                config = settings_of(folder, url, folder / mode.replace(" ", "_"), args, settings)
-                found[mode] = measured(config, args.update_s)
-                print(f"{mode}: {np.mean(found[mode][0]):.2f} s a step", file=sys.stderr)
+        folder = Path(args.folder or name)
+        shared = (embedded_world if args.engine == "embedded" else scripted_world)(folder)
+        run = partial(all_modes, args, shared, Path(name))
+        seeds = range(args.seeds)
+        if args.parallel:
+            # Not forked: JAX has threads.
+            with ProcessPoolExecutor(args.seeds, multiprocessing.get_context("spawn")) as pool:
+                by_seed = list(pool.map(run, seeds))
+        else:
+            by_seed = list(map(run, seeds))
+    found = {mode: [made[mode] for made in by_seed] for mode in args.modes}
     show(found)
+    if args.engine == "scripted":
+        show_draws(args)
+    else:
+        show_accuracy(found)
     return 0
 
 
-class Late(BaseTool):
-    """Answers after a time that only the arguments decide."""
-
-    def __init__(self, median_s: float, sigma: float, seed: int):
-        function = {
-            "name": "look",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
-        }
-        super().__init__({}, {"type": "function", "function": function})
-        self._draw = (median_s, sigma, seed)
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Waits."""
-        median_s, sigma, seed = self._draw
-        drawn = random.Random(f"{seed}/{parameters['key']}").gauss(0.0, sigma)
-        await asyncio.sleep(median_s * math.exp(drawn))
-        return ToolResponse(text="ok"), 0.0, {}
+def all_modes(
+    args: argparse.Namespace, shared: Mapping[str, Any], runs: Path, seed: int
+) -> dict[str, Measured]:
+    """What each mode comes to with a seed."""
+    logging.disable(logging.WARNING)
+    found = {}
+    for mode in args.modes:
+        run_dir = runs / f"{mode.replace(' ', '_')}_{seed}"
+        fixed = {"run.dir": run_dir, "run.seed": seed, "run.steps": args.steps}
+        settings = [f"{k}={v}" for k, v in {**shared, **fixed}.items()] + MODES[mode]
+        found[mode] = made = measured(settings, args)
+        told = f"seed {seed}, {mode}: {made.seconds.mean():.2f} s a step"
+        told += f", accuracy {np.mean(made.scores):.3f}" if made.scores else ""
+        print(told, file=sys.stderr, flush=True)
+    return found
 
 
-def script(request: GenerateRequest, turn: int) -> str:
-    """Calls the tool, then answers: rightly half of the time. A seed is that of task, sample and turn."""
-    if turn < CALLS:
-        arguments = {"key": f"{request.seed}/{turn}"}
-        call = json.dumps({"name": "look", "arguments": arguments})
-        return f"<tool_call>{call}</tool_call>"
-    return f"#### {request.seed % 2}"
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--engine", choices=list(DEFAULTS), default="scripted")
+    parser.add_argument("--steps", type=int, help=f"the first {WARM_UP} do not count")
+    parser.add_argument("--median_s", type=float, help="of the tool's time")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of its logarithm")
+    parser.add_argument("--update_s", type=float, help="added to each update")
+    parser.add_argument("--seeds", type=int, default=0, help="1, or 3 with the embedded engine")
+    parser.add_argument("--parallel", action="store_true", help="all seeds at once: they wait")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--folder", help="where data and cold start are kept for another time")
+    args = parser.parse_args()
+    for name, value in zip(("steps", "median_s", "update_s"), DEFAULTS[args.engine], strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.seeds = args.seeds or {"scripted": 1, "embedded": 3}[args.engine]
+    return args
 
 
-@contextlib.contextmanager
-def serving(tokenizer: ChatTokenizer, tool: BaseTool) -> Iterator[str]:
-    """A sidecar in a thread of this process."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    parts: list[Any] = []
-
-    async def start() -> str:
-        agent = Agent(
-            engine=ScriptedEngine(tokenizer, script),
-            tokenizer=tokenizer,
-            tool_format=get_format("hermes"),
-            tools={tool.name: tool},
-            scorer=Scorer(),
-        )
-        sidecar = Sidecar(agent, ServerOptions(max_concurrent=256))
-        runner = web.AppRunner(create_app(sidecar), access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        await sidecar.start()
-        parts.extend((sidecar, runner))
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    async def stop() -> None:
-        await parts[0].stop()
-        await parts[1].cleanup()
-
-    try:
-        yield asyncio.run_coroutine_threadsafe(start(), loop).result(60)
-    finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+# --- what is trained ---
 
 
-def write_files(folder: Path) -> None:
-    """A tiny model, and tasks whose answers are 0 or 1."""
+def scripted_world(folder: Path) -> dict[str, Any]:
+    """A tiny model, and tasks whose answers are 0 or 1; the settings that all modes share."""
     texts = ['<tool_call>{"name": "look", "arguments": {"key": "0"}}</tool_call>', "#### 1 What?"]
     tiny.build(folder / "model", texts, vocab=300, embed=32, layers=1, seed=0)
     rows = [
@@ -153,39 +151,75 @@ def write_files(folder: Path) -> None:
             "prompt": [{"role": "user", "content": f"What? {i}"}],
             "reward_model": {"style": "rule", "ground_truth": str(i % 2)},
         }
-        for i in range(40 * PROMPTS)
+        for i in range(200 * PROMPTS)
     ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
-def settings_of(
-    folder: Path, url: str, run_dir: Path, args: argparse.Namespace, settings: list[str]
-) -> Config:
-    """The config of one mode."""
-    shared = {
-        "run.dir": run_dir,
-        "run.steps": args.steps,
-        "run.seed": args.seed,
-        "run.progress": "off",
+    return common() | {
         "model.path": folder / "model",
-        "model.dtype": "float32",
         "data.train": (str(folder / "train.jsonl"),),
+        "grpo.kl_coef": 0.0,
+        "limits.max_prompt_tokens": 256,
+        "limits.max_trajectory_tokens": 512,
+        "batch.row_lengths": (512,),
+    }
+
+
+def embedded_world(folder: Path) -> dict[str, Any]:
+    """The quickstart's data and cold start, made unless they are there; the settings that all modes share."""
+    settings = [f"run.dir={folder}", "run.progress=off", "sft.steps=400"]
+    made = prepare(load_config([QUICKSTART], settings), Console(stderr=True))
+    return common() | {
+        "model.path": made.model.path,
+        "data.train": made.data.train,
+        "data.eval": made.data.eval,
+        "sidecar.tool_config": (),
+        "optimizer.schedule": "constant",
+        "optimizer.learning_rate": 3e-4,
+        "evaluate.every_steps": 0,
+        "grpo.kl_coef": 0.0,
+    }
+
+
+def common() -> dict[str, Any]:
+    """Settings of both."""
+    return {
+        "run.progress": "off",
+        "model.dtype": "float32",
         "data.prompts_per_step": PROMPTS,
         "grpo.group_size": SAMPLES,
-        "grpo.kl_coef": 0.0,
-        "limits.max_prompt_tokens": 512,
-        "limits.max_trajectory_tokens": 1024,
-        "batch.row_lengths": (1024,),
-        "sidecar.urls": (url,),
-        "gate.every_pushes": 0,  # nobody samples here
+        "limits.tool_timeout_s": 300.0,
+        "limits.trajectory_timeout_s": 600.0,
+        "gate.every_pushes": 0,
         "checkpoint.every_steps": 10_000,
         "track.tensorboard": False,
     }
-    return load_config([], [*(f"{k}={v}" for k, v in shared.items()), *settings])
 
 
-def measured(config: Config, update_s: float) -> tuple[np.ndarray, float]:
-    """Seconds of each step, and the mean lag."""
+# --- what is measured ---
+
+
+def measured(settings: Sequence[str], args: argparse.Namespace) -> Measured:
+    """Trains with them, against a sidecar that serves tools that are late."""
+    late = Late(args.median_s, args.sigma)
+    config = load_config([QUICKSTART] if args.engine == "embedded" else [], settings)
+    model = Path(config.model.path)
+    with serving(model, *served(model, late, args.engine)) as url:
+        config = load_config(
+            [QUICKSTART] if args.engine == "embedded" else [],
+            [*settings, f"sidecar.urls={(url,)}"],
+        )
+        return trained(config, late, args.update_s)
+
+
+def served(model: Path, late: Late, engine: str) -> tuple[Engine, BaseTool]:
+    if engine == "scripted":
+        return scripted(model, late)
+    # Of two steps. A trajectory that waits for its tool keeps its slot.
+    return embedded(model, late, slots=2 * PROMPTS * SAMPLES, tokens=128)
+
+
+def trained(config: Config, late: Late, update_s: float) -> Measured:
+    """Times of the steps; accuracy where there is something held out."""
     update = Run.update
 
     def slower(self: Run, *given: Any) -> Any:
@@ -194,27 +228,80 @@ def measured(config: Config, update_s: float) -> tuple[np.ndarray, float]:
         return out
 
     Run.update = slower  # type: ignore[method-assign]
+    scores: list[float] = []
     try:
         with open_sidecars(config) as sidecars:
             train(config, sidecars)
+            late.median_s = 0.0
+            if config.data.eval:
+                scores = evaluate(config, sidecars, held_out_tasks(config)).scores
     finally:
         Run.update = update  # type: ignore[method-assign]
     with open(Path(config.run.dir) / "metrics.jsonl") as lines:
         rows = [json.loads(line) for line in lines][WARM_UP:]
-    lag = float(np.mean([row["policy/lag/mean"] for row in rows]))
-    return np.array([row["time/step_s"] for row in rows]), lag
+    return Measured(
+        np.array([row["time/step_s"] for row in rows]),
+        np.array([row["time/rollout_s"] for row in rows]),
+        float(np.mean([row["policy/lag/mean"] for row in rows])),
+        scores,
+    )
 
 
-def show(found: dict[str, tuple[np.ndarray, float]]) -> None:
+def drawn(args: argparse.Namespace, seed: int, step: int, groups: int) -> float:
+    """Seconds until PROMPTS of so many groups have ended, if nothing but the tool took time."""
+    late = Late(args.median_s, args.sigma)
+    ends = []
+    for i in range(groups):
+        seeds = [derive_seed(seed, step, i, s) for s in range(SAMPLES)]
+        waits = [[late.draw(derive_seed(each, turn)) for turn in range(CALLS)] for each in seeds]
+        ends.append(max(map(sum, waits)))
+    return sorted(ends)[PROMPTS - 1]
+
+
+# --- what is shown ---
+
+
+def show(found: Mapping[str, Sequence[Measured]]) -> None:
     """A table in Markdown: each mode beside the first."""
-    base, _ = found["synchronous"]
-    print("| mode | s a step | against synchronous | p95 of a step | less by | mean lag |")
-    print("|---|---|---|---|---|---|")
-    for mode, (seconds, lag) in found.items():
-        p95, base_p95 = np.percentile(seconds, 95), np.percentile(base, 95)
+    seconds = {mode: np.concatenate([one.seconds for one in runs]) for mode, runs in found.items()}
+    base = next(iter(seconds.values()))
+    print("| mode | s a step | faster | p95 of a step | less by | waits for rollouts | mean lag |")
+    print("|---|---|---|---|---|---|---|")
+    for mode, runs in found.items():
+        own = seconds[mode]
+        p95, base_p95 = np.percentile(own, 95), np.percentile(base, 95)
+        waited = np.concatenate([one.rollout_s for one in runs]).mean()
         print(
-            f"| {mode} | {seconds.mean():.2f} | {base.mean() / seconds.mean():.2f} x | {p95:.2f} s "
-            f"| {1 - p95 / base_p95:.0%} | {lag:.2f} |"
+            f"| {mode} | {own.mean():.2f} | {base.mean() / own.mean():.2f} x | {p95:.2f} s "
+            f"| {1 - p95 / base_p95:.0%} | {waited:.2f} s | {np.mean([r.lag for r in runs]):.2f} |"
+        )
+
+
+def show_draws(args: argparse.Namespace) -> None:
+    """What rollouts would take if nothing but the tool did: at the same steps, then in many more."""
+    for groups, name in ((PROMPTS, "all"), (PROMPTS * 5 // 4, "oversampling 1.25")):
+        steps = range(WARM_UP, args.steps)
+        waits = np.array([drawn(args, s, k, groups) for s in range(args.seeds) for k in steps])
+        more = np.array([drawn(args, 0, step, groups) for step in range(2000)])
+        print(
+            f"tools alone, {name}: mean {waits.mean():.2f} s, p95 {np.percentile(waits, 95):.2f} s; "
+            f"over 2000 steps {more.mean():.2f} s, {np.percentile(more, 95):.2f} s"
+        )
+
+
+def show_accuracy(found: Mapping[str, Sequence[Measured]]) -> None:
+    """Accuracy on held-out problems with 95 % intervals: of each seed, of all; and what it is more than the first
+    mode's, by a bootstrap over the problems of all seeds."""
+    base = np.concatenate([one.scores for one in next(iter(found.values()))]).astype(float)
+    print("\n| mode | accuracy by seed | of all | more than the first |\n|---|---|---|---|")
+    for mode, runs in found.items():
+        own = np.concatenate([one.scores for one in runs]).astype(float)
+        each = ", ".join(f"{np.mean(one.scores):.3f}" for one in runs)
+        low, high = wilson(int(own.sum()), len(own))
+        less, more = paired_bootstrap(list(base), list(own), seed=0)
+        print(
+            f"| {mode} | {each} | {own.mean():.3f} ({low:.3f}–{high:.3f}) "
+            f"| {(own - base).mean():+.3f} ({less:+.3f} to {more:+.3f}) |"
         )
 
 
