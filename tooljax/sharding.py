@@ -47,6 +47,9 @@ RULES: Rules = MappingProxyType(
 COMPUTE_RULES: Rules = MappingProxyType({**RULES, "embed": ()})
 """Of weights and activations while they are used: weights are gathered over `fsdp`, layer by layer."""
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the host's memory that devices read and write themselves."""
+
 GATHERED = "gathered weight"
 """Name of gathered weights in policies of rematerialisation."""
 
@@ -217,7 +220,7 @@ class Layout:
     def check_host_memory(self, setting: str, way_out: str) -> None:
         """ValueError unless the devices' programs can keep arrays in the host's memory, as `setting` wants."""
         kinds = [memory.kind for memory in self.device.addressable_memories()]
-        if "pinned_host" not in kinds:
+        if HOST_MEMORY not in kinds:
             raise ValueError(
                 f"{setting} keeps arrays in pinned host memory, which {self.platform} devices with this version of "
                 f"JAX do not have (they have {', '.join(kinds)}); {way_out}"
