@@ -2,9 +2,12 @@
 
 A delta is added in place, so that no second copy is needed, and every tensor is verified before the engine sees any of
 them: by its hash, and by holding no inf or NaN. `Applied.undo` brings the old bytes back if the engine refuses.
+
+All tensors lie in one array, so that a thread can work on many of them at once: what matters is how often it asks for
+Python, which the engine's events want as well.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +16,7 @@ import xxhash
 from rollout_sidecar.engines.base import WeightTensor
 from rollout_sidecar.protocol import TensorEntry
 from rollout_sidecar.threads import in_threads
-from rollout_sidecar.weight_codec import Delta, decode, decode_all
+from rollout_sidecar.weight_codec import Delta, Deltas, decode, decode_all
 
 _EXPONENT = {
     "float32": (np.uint32, 0x7F80_0000),
@@ -25,8 +28,8 @@ _EXPONENT = {
 _LOOKED_AT_ONCE = 2**18
 """Elements, so that they stay in the processor's cache."""
 
-_AT_ONCE = 2**25
-"""Bytes of the tensors whose deltas a thread decodes together."""
+_AT_ONCE = 2**26
+"""Bytes of the tensors that a thread takes together."""
 
 
 class BadTensor(ValueError):
@@ -44,16 +47,18 @@ class Applied:
 
     changed: set[str] = field(default_factory=set)
     """Names of the tensors whose bytes are new."""
-    _deltas: list[tuple[np.ndarray, Delta]] = field(default_factory=list)
+    _moves: list[Delta] = field(default_factory=list)
+    """In the base's one array."""
     _replaced: dict[str, np.ndarray] = field(default_factory=dict)
+    """What tensors that came whole had before."""
 
     def undo(self, base: "Base") -> None:
         """Makes `base` what it was."""
-        for bits, delta in reversed(self._deltas):
-            delta.undo(bits)
+        for moves in self._moves:
+            moves.undo(base.bits)
         for name, old in self._replaced.items():
-            base.data[name] = old
-        self._deltas, self._replaced, self.changed = [], {}, set()
+            base.data[name][:] = old
+        self._moves, self._replaced, self.changed = [], {}, set()
 
 
 class Base:
@@ -64,6 +69,8 @@ class Base:
         self.data = {
             entry.name: payload[entry.offset : entry.offset + entry.nbytes] for entry in entries
         }
+        self.bits = payload.view(np.uint16)  # every dtype has an even number of bytes
+        self._starts = {entry.name: entry.offset // 2 for entry in entries}
         self._entries = {entry.name: entry for entry in entries}
 
     @property
@@ -138,15 +145,15 @@ class Base:
         return sorted(entries, key=lambda entry: self.data[entry.name].nbytes, reverse=True)
 
     def batches(self, entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
-        """What changes, in the order in which `apply` does it: a thread's work each."""
+        """What changes, in the order in which `apply` does it: a thread's work each, of one dtype and encoding."""
         batches: list[list[TensorEntry]] = []
-        nbytes = _AT_ONCE
+        kind, nbytes = None, 0
         for entry in self._largest_first(entries):
             if entry.encoding == "same":
                 continue
-            if nbytes >= _AT_ONCE:
+            if kind != (entry.dtype, entry.encoding) or nbytes >= _AT_ONCE:
                 batches.append([])
-                nbytes = 0
+                kind, nbytes = (entry.dtype, entry.encoding), 0
             batches[-1].append(entry)
             nbytes += self.data[entry.name].nbytes
         return batches
@@ -158,32 +165,39 @@ class Base:
         applied: Applied,
         applied_to: Callable[[Sequence[str]], None],
     ) -> None:
-        """Runs in several threads, for different tensors. What is to be undone is noted before it is verified."""
-        coded = {e.name: payload[e.offset : e.offset + e.nbytes] for e in entries}
-        narrow = [entry for entry in entries if entry.encoding == "delta"]
-        deltas = dict(zip((e.name for e in narrow), self._decoded(narrow, coded), strict=True))
-        new: dict[str, np.ndarray] = {}
-        for name, delta in deltas.items():
-            bits = self.data[name].view(np.uint16)
-            new[name] = delta.apply(bits)  # what does not change was finite before
-            applied._deltas.append((bits, delta))
-        for entry in entries:
-            applied.changed.add(entry.name)
-            if entry.encoding == "raw":
-                applied._replaced[entry.name] = self.data[entry.name]
-                self.data[entry.name] = coded[entry.name].copy()
-                new[entry.name] = self.data[entry.name].view(_EXPONENT[entry.dtype][0])
-        applied_to([entry.name for entry in entries])
+        """A batch. Runs in several threads, for different tensors. What is to be undone is noted before it is
+        verified."""
+        names = [entry.name for entry in entries]
+        coded = [payload[e.offset : e.offset + e.nbytes] for e in entries]
+        applied.changed.update(names)
+        if entries[0].encoding == "raw":
+            for name, new in zip(names, coded, strict=True):
+                applied._replaced[name] = self.data[name].copy()
+                self.data[name][:] = new
+            applied_to(names)
+            for entry in entries:
+                verify(entry, self.data[entry.name])
+            return
+        deltas = self._decoded(entries, coded)
+        starts = np.array([self._starts[name] for name in names], np.int64)
+        moves = Delta(deltas.positions + np.repeat(starts, deltas.counts), deltas.moves)
+        moves.apply(self.bits)
+        applied._moves.append(moves)
+        applied_to(names)
         for entry in entries:
             _check_hash(entry, self.data[entry.name])
-            _check_finite(entry, new[entry.name])
+        # What did not change was finite before.
+        new = self.bits[moves.positions]
+        if not _finite(entries[0].dtype, new):
+            for entry, values in zip(
+                entries, np.split(new, np.cumsum(deltas.counts)), strict=False
+            ):
+                _check_finite(entry, values)
 
-    def _decoded(
-        self, entries: Sequence[TensorEntry], coded: Mapping[str, np.ndarray]
-    ) -> Iterable[Delta]:
+    def _decoded(self, entries: Sequence[TensorEntry], coded: Sequence[np.ndarray]) -> Deltas:
         """BadTensor names the tensor whose delta is none."""
         sizes = [self.data[entry.name].size // 2 for entry in entries]
-        pairs = [(coded[e.name].data, size) for e, size in zip(entries, sizes, strict=True)]
+        pairs = [(data.data, size) for data, size in zip(coded, sizes, strict=True)]
         try:
             return decode_all(pairs)
         except ValueError:
@@ -208,15 +222,21 @@ def _check_hash(entry: TensorEntry, data: np.ndarray) -> None:
 
 
 def _check_finite(entry: TensorEntry, bits: np.ndarray) -> None:
-    mask = bits.dtype.type(_EXPONENT[entry.dtype][1])
+    if not _finite(entry.dtype, bits):
+        raise BadTensor(
+            entry.name,
+            f"{entry.name} holds inf or NaN; look at the last update's loss and gradient",
+            "not_finite",
+        )
+
+
+def _finite(dtype: str, bits: np.ndarray) -> bool:
+    mask = bits.dtype.type(_EXPONENT[dtype][1])
     for start in range(0, bits.size, _LOOKED_AT_ONCE):
         exponents = bits[start : start + _LOOKED_AT_ONCE] & mask
         if exponents.max() == mask:
-            raise BadTensor(
-                entry.name,
-                f"{entry.name} holds inf or NaN; look at the last update's loss and gradient",
-                "not_finite",
-            )
+            return False
+    return True
 
 
 def _mismatch(entry: TensorEntry, digest: str) -> BadTensor:

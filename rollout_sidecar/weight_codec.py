@@ -39,11 +39,9 @@ class Delta:
         positions = np.flatnonzero(old != new)
         return cls(positions, new[positions] - old[positions])
 
-    def apply(self, bits: np.ndarray) -> np.ndarray:
-        """Changes `bits`, flat uint16, in place. Gives the elements that changed, as they are now."""
-        now = bits[self.positions] + self.moves
-        bits[self.positions] = now
-        return now
+    def apply(self, bits: np.ndarray) -> None:
+        """Changes `bits`, flat uint16, in place."""
+        bits[self.positions] += self.moves
 
     def undo(self, bits: np.ndarray) -> None:
         """Changes back what `apply` changed."""

@@ -32,6 +32,7 @@ from rollout_sidecar.protocol import (
     WeightsStatus,
     content_hash,
 )
+from rollout_sidecar.threads import brisk
 from rollout_sidecar.weight_base import Applied, BadTensor, Base
 from rollout_sidecar.weight_manifest import check_manifest, has_hashes, with_hashes
 
@@ -84,6 +85,10 @@ class _Verifying:
 
     def run(self, manifest: WeightsManifest, payload: np.ndarray) -> None:
         """BadTensor if a tensor cannot be served; then nothing has changed."""
+        with brisk():
+            self._run(manifest, payload)
+
+    def _run(self, manifest: WeightsManifest, payload: np.ndarray) -> None:
         whole = manifest.base_version is None
         try:
             batches = self._base.batches(manifest.tensors)

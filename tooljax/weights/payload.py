@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from rollout_sidecar.protocol import TensorEntry, content_hash
-from rollout_sidecar.threads import workers
+from rollout_sidecar.threads import brisk, workers
 from rollout_sidecar.weight_codec import Delta, encode_all
 from tooljax.weights.changes import Changes, alike, find_changes, in_order
 from tooljax.weights.stopwatch import Stopwatch
@@ -156,7 +156,7 @@ def delta_payload(
     groups = alike(base.arrays, narrow)
     pairs = [[(base.arrays[name], tensors[name]) for name in names] for names in groups]
     coding: list[Future[list[Coded]]] = []
-    with workers() as pool:
+    with brisk(), workers() as pool:
         for name in tensors:
             if name not in narrow:
                 coding.append(pool.submit(lambda name: [coder.replace(name)], name))
