@@ -50,6 +50,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm_up", type=int, default=2)
     parser.add_argument(
+        "--segments", type=int, default=0, help="ours: that cuDNN has room for in a row"
+    )
+    parser.add_argument(
         "--set", action="append", default=[], help="ours: model.remat=dots and such"
     )
     parser.add_argument(
