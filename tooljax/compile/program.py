@@ -160,6 +160,8 @@ def _microbatch(config: Config, layout: Layout) -> TrainBatch:
     segments[:, :2] = 1
     owners = np.where(segments == 1, np.arange(rows, dtype=np.int32)[:, None], np.int32(-1))
     batch = TrainBatch(ints, ints, segments, mask, floats, floats, sequence_ids=owners)
+    if config.batch.shared_prompts == "auto":  # takes more than a batch that shares nothing
+        batch = replace(batch, trunk_ids=segments)
     if grpo.kl_coef > 0:
         batch = replace(batch, ref_log_probs=floats)
     in_reward = grpo.kl_coef > 0 and grpo.kl_in == "reward"
