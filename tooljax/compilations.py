@@ -6,7 +6,8 @@ from typing import Any
 
 log = logging.getLogger("tooljax")
 
-Shape = tuple[int, ...]
+Kind = tuple[tuple[int, ...], bool]
+"""The shape of a microbatch, and whether prompts are shared in it."""
 
 
 class Compilations:
@@ -15,12 +16,12 @@ class Compilations:
     def __init__(self, programs: Sequence[Callable[..., Any]]):
         self._programs = programs
         self._counted = 0
-        self._known: set[Shape] = set()
-        self._used: set[Shape] = set()
+        self._known: set[Kind] = set()
+        self._used: set[Kind] = set()
 
-    def used_for(self, shape: Shape) -> None:
+    def used_for(self, shape: tuple[int, ...], *, shared_prompts: bool = False) -> None:
         """A microbatch of this shape was computed."""
-        self._used.add(shape)
+        self._used.add((shape, shared_prompts))
 
     def since_last(self) -> int:
         """How many programs were compiled since the last call; call it once a step.
@@ -42,5 +43,9 @@ class Compilations:
         return f"again, for microbatches seen before: {_listed(self._used)}; dtypes or placements have changed"
 
 
-def _listed(shapes: set[Shape]) -> str:
-    return ", ".join(" x ".join(map(str, shape)) for shape in sorted(shapes)) + " (rows x tokens)"
+def _listed(kinds: set[Kind]) -> str:
+    listed = [
+        " x ".join(map(str, shape)) + " with shared prompts" * shared
+        for shape, shared in sorted(kinds)
+    ]
+    return ", ".join(listed) + " (rows x tokens)"

@@ -192,7 +192,9 @@ class Updater:
             if microbatch.loss_tokens:
                 placed = self.layout.put(microbatch, "batch", "time")
                 totals, sampled = self._accumulate[loss](totals, compute, placed, denominator)
-                self.compilations.used_for(microbatch.tokens.shape)
+                self.compilations.used_for(
+                    microbatch.tokens.shape, shared_prompts=microbatch.trunk_ids is not None
+                )
                 self.work.add(shape, microbatch, backward=True)
             self.seen.append(sampled)
         bounds = jax.device_put(
