@@ -149,6 +149,7 @@ def make_config(
         f"batch.row_lengths=({length},)",
         f"batch.rows_per_microbatch={args.rows_per_microbatch * ways}",
         f"limits.max_trajectory_tokens={length}",
+        f"sidecar.max_model_tokens={length}",
         f"limits.max_prompt_tokens={length // 2}",
         "grpo.updates_per_batch=2",
         "grpo.kl_coef=0",
