@@ -1,5 +1,6 @@
 """Updates of adapters: what they are of, what they leave alone, and that they go on after a checkpoint."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -18,6 +19,7 @@ from tooljax.config.schema import LoraConfig
 from tooljax.lora import is_adapters, lora_of
 from tooljax.model import hf
 from tooljax.model.adapters import Lora, merged
+from tooljax.model.flops import adapter_weights, forward_flops, layer_weights, update_flops
 from tooljax.policy import abstract_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
@@ -103,8 +105,8 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(folder):
     """With W + s A B in place of W: dA = s dW B', dB = s A' dW."""
     policy, updater = world(folder)
     adapters, batch = busy_adapters(policy), small_batch()
-    found = gradient(updater, adapters, batch)
-    of_whole = gradient(whole_updater(folder), policy.whole(adapters), batch)
+    found = gradient(updater, adapters, batch, loss="sft")
+    of_whole = gradient(whole_updater(folder), policy.whole(adapters), batch, loss="sft")
     values = named(adapters)
     inputs = {"wo": 16, "w_down": 32}
     assert len(found) == 14
@@ -150,13 +152,13 @@ def test_an_update_is_of_the_adapters_alone(folder):
     policy, updater = world(folder)
     before = {name: np.array(value) for name, value in named(policy.params).items()}
     batch = small_batch()
-    found = gradient(updater, policy.trained, batch)
+    found = gradient(updater, policy.trained, batch, loss="sft")
     state = updater.init(policy.trained)
-    state, metrics = updater.update(state, batch)
+    state, metrics = updater.update(state, batch, loss="sft")
     norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in found.values()))
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
     start = named(policy.trained)
-    state, _ = updater.update(state, batch)
+    state, _ = updater.update(state, batch, loss="sft")
     assert set(named(state.params)) == set(start)
     for name, value in named(state.params).items():
         assert not np.array_equal(value, start[name]), name
@@ -172,8 +174,7 @@ def test_an_update_is_of_the_adapters_alone(folder):
 
 def test_a_frozen_base_stays_in_bfloat16_and_adapters_in_float32(folder):
     policy, updater = opened(lora_settings(folder, dtype="bfloat16"))
-    state, metrics = updater.update(updater.init(policy.trained), small_batch())
-    assert metrics["optim/skipped"] == 0
+    state = updater.init(policy.trained)
     assert {x.dtype.name for x in jax.tree.leaves(policy.params)} == {"bfloat16"}
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
     compute = updater.compute_params(state)
@@ -184,7 +185,7 @@ def test_a_mesh_changes_nothing_and_a_checkpoint_of_it_goes_on_elsewhere(folder,
     batch = small_batch()
     policy, updater = world(folder)
     start = busy_adapters(policy, size=0.05)
-    alone, metrics = updater.update(updater.init(start), batch)
+    alone, metrics = updater.update(updater.init(start), batch, loss="sft")
     expected = changed(alone)
     spread, of_four = opened(lora_settings(folder, fsdp=2, tensor=2))
     parts = named_parts(spread.trained)
@@ -194,7 +195,7 @@ def test_a_mesh_changes_nothing_and_a_checkpoint_of_it_goes_on_elsewhere(folder,
     for name, value in named(spread.trained).items():
         np.testing.assert_allclose(value, named(policy.trained)[name], rtol=1e-5)
     state = of_four.init(busy_adapters(spread, size=0.05))
-    state, told = of_four.update(state, batch)
+    state, told = of_four.update(state, batch, loss="sft")
     assert told == pytest.approx(metrics, rel=1e-5)
     for name, value in changed(state).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6)
@@ -220,14 +221,14 @@ def named_parts(params) -> dict[str, tuple[int, ...]]:
 def test_a_checkpoint_holds_adapters_only_and_goes_on_exactly(folder, tmp_path):
     policy, updater = world(folder)
     batch = small_batch()
-    state, _ = updater.update(updater.init(policy.trained), batch)
+    state, _ = updater.update(updater.init(policy.trained), batch, loss="sft")
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, state, {})
-        straight, metrics = updater.update(state, batch)
+        straight, metrics = updater.update(state, batch, loss="sft")
         found = checkpoints.restore(abstract_state(updater, policy.trained))
     assert found is not None
     assert is_adapters(found[1].params)
-    again, told = updater.update(found[1], batch)
+    again, told = updater.update(found[1], batch, loss="sft")
     assert told == metrics
     for mine, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(straight), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -243,6 +244,17 @@ def test_a_model_folder_with_adapters_is_saved_merged(folder, tmp_path):
         hf.to_hf(SHAPE, merged_folder), policy.tensors(adapters), strict=True
     ):
         np.testing.assert_array_equal(value, expected, err_msg=name)
+
+
+def test_operations_of_frozen_weights_have_no_gradient():
+    """Of SHAPE with rank 4, 10 tokens, 55 pairs and 3 predicted tokens."""
+    cfg = replace(SHAPE, lora=lora_of(LoraConfig(rank=4)))
+    # 2 x 16 x ((2 x 4 + 2 x 2) x 4 + 3 x 32) weights. Adapters of a layer: 4 x (32 + 24 + 24 + 32 + 3 x 48) = 1024.
+    assert (layer_weights(cfg), adapter_weights(cfg)) == (4608, 2048)
+    # Attention 4 x 2 x 4 x 4 x 55 = 7040, the head 2 x 16 x 64 x 3 = 6144.
+    assert forward_flops(cfg, 10, 55, 3) == 2 * (4608 + 2048) * 10 + 7040 + 6144
+    assert update_flops(cfg, 10, 55, 3) == 3 * forward_flops(cfg, 10, 55, 3) - 2 * 4608 * 10 - 6144
+    assert update_flops(SHAPE, 10, 55, 3) == 3 * (2 * 4608 * 10 + 7040 + 6144)
 
 
 def test_scales():
