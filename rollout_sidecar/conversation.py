@@ -32,12 +32,18 @@ ContextPolicy = Literal["keep", "fork", "reject"]
 class Observation(list[int]):
     """The ids that `render_observation` gives: what follows the last turn, or a whole new context if `rewrites`."""
 
-    def __init__(self, ids: Sequence[int], *, text: str, rewrites: bool = False):
+    def __init__(self, ids: Sequence[int], *, text: str, escaped: int = 0, rewrites: bool = False):
         super().__init__(ids)
         self.text = text
         """The same as text."""
+        self.escaped = escaped
+        """Control-token texts in the messages."""
         self.rewrites = rewrites
         """The ids replace the context instead of going on after it."""
+        self.messages: list[Message] | None = None
+        """What was rendered."""
+        self.added: list[Message] = []
+        """That, normal."""
 
 
 class Conversation:
@@ -63,10 +69,12 @@ class Conversation:
         self._tokenizer = tokenizer
         self._format = tool_format
         self._template = chat_template(tokenizer, tool_format)
-        self.tools: list[dict[str, Any]] = safe(list(tools or []))
-        """OpenAI function schemas of the tools that the policy may call."""
+        self._schemas = self._template.schemas(list(tools or []))
+        self.tools = self._schemas.tools
+        """OpenAI function schemas of the tools that the policy may call. Shared: not to be changed."""
         self._policy = context_policy
         self._turn_texts: list[str] = []
+        self._call_ids: list[str] | None = None  # of the last turn
         self._awaits_completion = True
         format_stops = {tokenizer.token_id(text) for text in tool_format.stop_texts} - {None}
         self._turn_end_ids = {tokenizer.end_of_turn_id, *format_stops}
@@ -83,14 +91,14 @@ class Conversation:
         self._history: list[Message] = normalise(messages)
         escaper = Escaper(tokenizer, tool_format)
         text = self._template.prompt(
-            escaper.messages(self._history), escaper.tools(self.tools) or None
+            escaper.messages(self._history), self._schemas.escaped(escaper)
         )
         self.escaped_special_tokens = escaper.count
         """Control-token texts in messages and schemas, encoded as plain text."""
         self.earlier_streams: list[TokenStream] = []
         """Context policy fork: streams that have ended. The fields below are the current one's."""
         self._start_stream(escaper.encode(text))
-        # What the current stream holds as text, which templates are compared with.
+        # What the current stream holds as text, which templates are compared with; policy keep compares nothing.
         self._context = escaper.plain(text)
         # Everything after the first prompt as if nothing had been rewritten.
         self._said: list[int] = []
@@ -149,8 +157,10 @@ class Conversation:
         ]
         self._extend(ids, log_probs, sampled=True)
         text = self._tokenizer.decode([id for id in ids if id not in self._unspoken])
-        self._context += self._tokenizer.decode(ids)
+        if self._policy != "keep":
+            self._context += self._tokenizer.decode(ids)
         self._turn_texts.append(text)
+        self._call_ids = None
         self.messages.append({"role": "assistant", "content": text})
         self._history.append({"role": "assistant", "content": self._template.think_prefix + text})
         self._awaits_completion = False
@@ -158,7 +168,10 @@ class Conversation:
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
         """The tool calls in a turn's text; knows the tools, and whether the generation prompt opened the thinking."""
-        return self._format.parse(text, think_open=self.think_open, tools=self.tools or None)
+        calls = self._format.parse(text, think_open=self.think_open, tools=self.tools or None)
+        if self._turn_texts and text == self._turn_texts[-1]:
+            self._call_ids = [call.call_id for call in calls]
+        return calls
 
     def render_observation(self, messages: Sequence[Message]) -> Observation:
         """The tokens of `messages` after the last turn: the end of turn if the policy did not sample it, separator,
@@ -170,7 +183,9 @@ class Conversation:
             raise ValueError("an observation follows a completion")
         with boundary(EngineError, "the observation could not be rendered"):
             added = self._with_call_ids(messages)
-            return self._appended(added) if self._policy == "keep" else self._followed(added)
+            rendered = self._appended(added) if self._policy == "keep" else self._followed(added)
+            rendered.messages, rendered.added = list(messages), added
+            return rendered
 
     def append_observation(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
         """Appends `messages`, whose tokens `ids` came from `render_observation`, with mask 0. Starts a new stream if
@@ -182,7 +197,13 @@ class Conversation:
                 f"context policy {self._policy} needs the Observation that render_observation returned, got a "
                 f"{type(ids).__name__}"
             )
-        added = self._with_call_ids(messages)
+        if isinstance(ids, Observation) and ids.messages == messages:
+            added, escaped = ids.added, ids.escaped
+        else:
+            added = self._with_call_ids(messages)
+            escaper = Escaper(self._tokenizer, self._format)
+            escaper.messages(added)
+            escaped = escaper.count
         if isinstance(ids, Observation) and ids.rewrites:
             self._said += self._appended(added)
             self.earlier_streams.append(
@@ -200,9 +221,7 @@ class Conversation:
             self._extend(ids, [0.0] * len(ids), sampled=False)
             if isinstance(ids, Observation):
                 self._context += ids.text
-        escaper = Escaper(self._tokenizer, self._format)
-        escaper.messages(added)
-        self.escaped_special_tokens += escaper.count
+        self.escaped_special_tokens += escaped
         self.messages.extend(safe(list(messages)))
         self._history.extend(added)
         self._awaits_completion = True
@@ -239,26 +258,28 @@ class Conversation:
     def _appended(self, messages: Sequence[Message]) -> Observation:
         """What `messages` add to what is there."""
         escaper = Escaper(self._tokenizer, self._format)
-        end, text = self._template.added(
-            escaper.messages(messages), escaper.tools(self.tools) or None
-        )
+        escaped = escaper.messages(messages)
+        count = escaper.count
+        end, text = self._template.added(escaped, self._schemas.escaped(escaper))
         text = self._unsampled(end) + text
-        return Observation(escaper.encode(text), text=escaper.plain(text))
+        return Observation(escaper.encode(text), text=escaper.plain(text), escaped=count)
 
     def _followed(self, messages: Sequence[Message]) -> Observation:
         """What the template writes for the whole conversation: after what is there, or instead of it."""
         escaper = Escaper(self._tokenizer, self._format)
-        tools = escaper.tools(self.tools) or None
-        end, _ = self._template.added(escaper.messages(messages), tools)
+        escaped = escaper.messages(messages)
+        count = escaper.count
+        tools = self._schemas.escaped(escaper)
+        end, _ = self._template.added(escaped, tools)
         whole = self._template.prompt(escaper.messages([*self._history, *messages]), tools)
         plain = escaper.plain(whole)
         context = self._context + self._unsampled(end)
         added = escaper.after(whole, len(self._context)) if plain.startswith(context) else None
         if added is not None:
-            return Observation(escaper.encode(added), text=escaper.plain(added))
+            return Observation(escaper.encode(added), text=escaper.plain(added), escaped=count)
         if self._policy == "reject":
             raise ContextRewrittenError(_rewritten(context, plain))
-        return Observation(escaper.encode(whole), text=plain, rewrites=True)
+        return Observation(escaper.encode(whole), text=plain, escaped=count, rewrites=True)
 
     def _unsampled(self, end: str) -> str:
         """The end of turn that the template writes, unless the policy sampled it or another one."""
@@ -273,10 +294,11 @@ class Conversation:
         normal = normalise(messages)
         results = [message for message in normal if message.get("role") == "tool"]
         if results and self._turn_texts:
-            calls = self.parse_calls(self._turn_texts[-1])
-            for message, call in zip(results, calls, strict=False):
-                if call.call_id:
-                    message.setdefault("tool_call_id", call.call_id)
+            if self._call_ids is None:
+                self.parse_calls(self._turn_texts[-1])
+            for message, call_id in zip(results, self._call_ids or (), strict=False):
+                if call_id:
+                    message.setdefault("tool_call_id", call_id)
         return normal
 
 

@@ -10,6 +10,7 @@ not call them special, in system and user messages too: prompts explain the form
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from rollout_sidecar.errors import safe_text
@@ -31,12 +32,7 @@ class Escaper:
 
     def __init__(self, tokenizer: ChatTokenizer, tool_format: ToolFormat):
         self._tokenizer = tokenizer
-        self._by_assistants = frozenset({*tool_format.markers, *tool_format.think})
-        self._by_people = frozenset(
-            text
-            for text in self._by_assistants
-            if _TAG.fullmatch(text) and tokenizer.token_id(text) not in tokenizer.special_ids
-        )
+        self._by_assistants, self._by_people = _kept(tokenizer, tool_format)
         self._found: list[str] = []
         self.count = 0
         """Control-token texts that were escaped."""
@@ -51,6 +47,8 @@ class Escaper:
 
     def plain(self, text: str) -> str:
         """Rendered text with every placeholder replaced by what it stands for."""
+        if not self._found:
+            return text
         return _PLACEHOLDER.sub(lambda match: self._found[int(match.group(1))], text)
 
     def after(self, text: str, length: int) -> str | None:
@@ -69,6 +67,8 @@ class Escaper:
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text. Without anything escaped it is encoded in one go, so ids equal the template's."""
+        if not self._found:
+            return self._tokenizer.encode(text) if text else []
         ids: list[int] = []
         # Splitting at a pattern with one group gives text, number, text, number, ..., text.
         for i, piece in enumerate(_PLACEHOLDER.split(text)):
@@ -103,6 +103,8 @@ class Escaper:
         return value
 
     def _replace_text(self, text: str, keep: frozenset[str]) -> str:
+        if text.isascii() and SENTINEL not in text and self._tokenizer.lacks_control(text):
+            return text
         if self._tokenizer.hides_control(text):
             self.count += 1
             return self._placeholder(text)
@@ -119,6 +121,20 @@ class Escaper:
     def _placeholder(self, text: str) -> str:
         self._found.append(text)
         return f"{_OPEN}{len(self._found) - 1}{_CLOSE}"
+
+
+@lru_cache(maxsize=8)
+def _kept(
+    tokenizer: ChatTokenizer, tool_format: ToolFormat
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Texts that stay as they are in what assistants wrote, and in what people wrote."""
+    by_assistants = frozenset({*tool_format.markers, *tool_format.think})
+    by_people = frozenset(
+        text
+        for text in by_assistants
+        if _TAG.fullmatch(text) and tokenizer.token_id(text) not in tokenizer.special_ids
+    )
+    return by_assistants, by_people
 
 
 def safe(value: Any) -> Any:

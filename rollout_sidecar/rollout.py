@@ -346,7 +346,7 @@ class Rollout:
         self._scored = await self._agent.scorer.score(
             self._task,
             policy_text=conversation.model_text(),
-            all_text=conversation.full_text(),
+            all_text=conversation.full_text() if self._agent.scorer.text == "all" else "",
             turns=self._turns,
             tool_rewards=await self._session.rewards(),
             weights=self._weights,

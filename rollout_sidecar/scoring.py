@@ -73,6 +73,7 @@ class Scorer:
         Args:
             policy_text: the turns as the policy wrote them, one line break between two, without end-of-turn tokens.
             all_text: everything after the prompt, observations included, without special tokens: verl's solution_str.
+                Read only if `text` says so.
             tool_rewards: what calc_reward gave, by tool. Rewards of single calls are read from `turns`.
             weights: None for the outcome alone, as evaluations want it.
             response_tokens: tokens after the prompt, observations included.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rollout_sidecar.escaping import safe
+from rollout_sidecar.escaping import Escaper, safe
 from rollout_sidecar.formats.base import ToolFormat
 from rollout_sidecar.formats.registry import FORMATS
 from rollout_sidecar.protocol import Message
@@ -70,6 +70,13 @@ class ChatTemplate:
         """The generation prompt ends inside thinking text."""
         self.think_prefix = self.generation_prompt[opened:] if self.think_open else ""
         """What opened it, and what follows that: the part of an assistant's text that is never sampled."""
+        self._schemas = Schemas(tokenizer, tool_format, [])
+
+    def schemas(self, tools: Sequence[Mapping[str, Any]]) -> "Schemas":
+        """Function schemas as conversations need them; the last ones are kept, as most conversations have the same."""
+        if self._schemas.tools != tools:
+            self._schemas = Schemas(self._tokenizer, self._format, tools)
+        return self._schemas
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
         """The text of a conversation, up to where the policy goes on."""
@@ -286,6 +293,25 @@ class ChatTemplate:
         text = self._try(_ASKED[0], {"role": "assistant", "content": "", "tool_calls": calls})
         ours = not self._format.markers or self._format.markers[0] in text
         return "probe_tool" in text and (ours or self.results_need_calls)
+
+
+class Schemas:
+    """The schemas of the tools that a policy may call. Shared by conversations, so nothing may change them."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        tool_format: ToolFormat,
+        tools: Sequence[Mapping[str, Any]],
+    ):
+        self.tools: list[dict[str, Any]] = safe(list(tools))
+        """A copy."""
+        escaper = Escaper(tokenizer, tool_format)
+        self._plain = escaper.tools(self.tools) == self.tools
+
+    def escaped(self, escaper: Escaper) -> list[dict[str, Any]] | None:
+        """As a template may see them; None if there are none. Most hold nothing that has to be escaped."""
+        return (self.tools if self._plain else escaper.tools(self.tools)) or None
 
 
 @lru_cache(maxsize=8)

@@ -153,6 +153,15 @@ class ChatTokenizer:
         """Matches the text of any control token, the longest first."""
         return _longest_first(self._added[id].content for id in self.control_ids)
 
+    def lacks_control(self, text: str) -> bool:
+        """Whether it is clear at a glance that `text` holds no control token, not even a hidden one."""
+        return not self._normalises and not any(start in text for start in self._control_starts)
+
+    @cached_property
+    def _control_starts(self) -> tuple[str, ...]:
+        """The first characters of the texts of control tokens."""
+        return tuple({self._added[id].content[:1] for id in self.control_ids})
+
     def hides_control(self, text: str) -> bool:
         """Whether a control token appears only once the tokenizer has normalised the text: `<|IM_END|>` lower-cased."""
         if not self._normalises:
@@ -337,9 +346,24 @@ def _tojson(
     )
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Templates come with downloaded models."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role`: what Jinja's own makes of it, without the detour of an exception."""
+        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
+            return super().getattr(obj, attribute)
+        try:
+            return obj[attribute]
+        except KeyError:
+            return self.undefined(obj=obj, name=attribute)
+
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
 def _compile(text: str, what: str) -> jinja2.Template:
-    # Sandboxed: templates come with downloaded models.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _GenerationTag],

@@ -7,6 +7,7 @@ verl's options are there too: which end to keep, and a first cut in characters.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from rollout_sidecar.profiles import Profile
@@ -67,7 +68,7 @@ def truncate(
 ) -> FittedResult:
     """The text, without its middle (or an end) if it has more than max_tokens tokens. Never makes it longer: a text as
     short as the marker stays, so below the marker's length max_tokens is taken as that."""
-    marker_tokens = len(tokenizer.encode(MARKER, plain=True))
+    marker_tokens = _marker_tokens(tokenizer)
     max_tokens = max(max_tokens, marker_tokens)
     head, tail = _ends(tokenizer, text, max_tokens)
     if tail is None and len(head) <= max_tokens:
@@ -84,6 +85,11 @@ def truncate(
         if tokens <= max_tokens or left == 0:
             return FittedResult(fitted, tokens, True)
         left = max(0, left - max(1, tokens - max_tokens))
+
+
+@lru_cache(maxsize=8)
+def _marker_tokens(tokenizer: ChatTokenizer) -> int:
+    return len(tokenizer.encode(MARKER, plain=True))
 
 
 def _ends(
