@@ -28,6 +28,7 @@ from tooljax.evaluation.report import write_report
 from tooljax.evaluation.result import Evaluation
 from tooljax.launch import check_files
 from tooljax.rollouts import InterruptedRollout, Sidecars, open_sidecars
+from tooljax.store.evaluations import write_evaluation
 
 _EVALUATION = 2**32
 """Takes the place of the step in seeds: no training step draws what an evaluation draws."""
@@ -85,8 +86,21 @@ def compare(
                 _push(config, sidecars, weights.base(config))
             elif trained is not None and condition.who == "trained":
                 _push(config, sidecars, trained.tensors())
-        measured.append(Measured(condition, evaluate(config, sidecars, tasks, condition)))
+        seen = evaluate(config, sidecars, tasks, condition)
+        step = trained.step if trained is not None and condition.who == "trained" else None
+        keep(config, tasks, seen, name=condition.name, step=step or 0)
+        measured.append(Measured(condition, seen))
     return Comparison(measured, str(trained) if found else "", _note(config, found))
+
+
+def keep(
+    config: Config, tasks: Sequence[Task], evaluation: Evaluation, *, name: str, step: int
+) -> None:
+    """Writes its trajectories beside the report: `tooljax.view` shows them."""
+    folder, metrics = report_folder(config), evaluation.metrics
+    write_evaluation(
+        config, folder, tasks, evaluation.problems, name=name, step=step, metrics=metrics
+    )
 
 
 def held_out_tasks(config: Config) -> list[Task]:

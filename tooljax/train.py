@@ -26,7 +26,7 @@ from tooljax.curriculum.source import Source, open_source
 from tooljax.data.records import read_tasks
 from tooljax.distributed import joined
 from tooljax.distributions import distributions
-from tooljax.evaluate import evaluate, held_out_tasks, reward_weights
+from tooljax.evaluate import evaluate, held_out_tasks, keep, reward_weights
 from tooljax.evaluation.best import better, check_best_metric
 from tooljax.grpo.controller import KlController
 from tooljax.guards import Guard, GuardStop
@@ -41,6 +41,7 @@ from tooljax.progress import Progress
 from tooljax.rollouts import Groups, InterruptedRollout, Sidecars
 from tooljax.run_dir import make_run_dir, write_config
 from tooljax.shared_sidecars import open_shared_sidecars
+from tooljax.store.evaluations import DURING
 from tooljax.store.records import values_of_items
 from tooljax.store.store import Credit, TrajectoryStore
 from tooljax.trackers import Trackers
@@ -208,13 +209,13 @@ class Run:
         )
         if found is None:
             return self.updater.init(self.policy.trained), 0, {}
-        step, state, extra = found
-        return state, step, extra
+        step, saved, extra = found
+        return self.updater.restored(saved), step, extra
 
     def save(self, state: TrainState, step: int, *, block: bool = True) -> None:
         """Writes a checkpoint of `step`, unless it is there."""
         extra: dict[str, Any] = {name: part.state() for name, part in self.parts.items()}
-        self.checkpointer.save(step, state, extra, block=block)
+        self.checkpointer.save(step, self.updater.saved(state), extra, block=block)
 
     def keep(self, state: TrainState, step: int, metrics: Metrics, *, due: bool) -> None:
         """Saves the step if it is due, or every so many steps, or the best that was evaluated so far."""
@@ -331,11 +332,12 @@ class Run:
     def evaluate(self, step: int) -> Metrics:
         """Metrics on held-out tasks, with the weights that the sidecars serve; none if it is interrupted."""
         try:
-            metrics = evaluate(self.config, self.sidecars, self.held_out).metrics
+            found = evaluate(self.config, self.sidecars, self.held_out)
         except InterruptedRollout:  # the step itself is done: it is logged and saved without them
             return {}
-        self.guard.after_evaluation(step, metrics)
-        return metrics
+        keep(self.config, self.held_out, found, name=DURING, step=step)
+        self.guard.after_evaluation(step, found.metrics)
+        return found.metrics
 
 
 def _open_and_train(config: Config) -> int:

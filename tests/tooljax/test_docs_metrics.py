@@ -26,6 +26,8 @@ from tooljax.config.schema import (
 )
 from tooljax.metrics import REGISTRY
 from tooljax.rollouts import Sidecars
+from tooljax.store import stored_steps
+from tooljax.store.evaluations import DURING
 from tooljax.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +82,7 @@ def run(tmp_path_factory) -> tuple[set[str], str]:
         with urllib.request.urlopen(f"{served.url}/metrics", timeout=20) as answer:
             text = answer.read().decode()
     lines = (place / "run" / "metrics.jsonl").read_text().splitlines()
+    assert stored_steps(place / "run" / "evaluation" / DURING) == [0, 1]
     return {name for line in lines for name in json.loads(line)} - {"step"}, text
 
 

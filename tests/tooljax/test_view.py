@@ -42,7 +42,7 @@ async def test_runs_and_steps_are_listed(ask, folder):
     (run,) = found["runs"]
     assert run == {
         **{"run": "demo", "stored_steps": 2, "last_stored": 2, "steps": 3},
-        **{"reward": 0.75, "accuracy": None},
+        **{"reward": 0.75, "accuracy": None, "evaluations": []},
     }
     steps = (await ask("steps", run="demo"))["steps"]
     assert [(s["step"], s["reward/mean"]) for s in steps] == [(1, 0.25), (2, 0.5)]

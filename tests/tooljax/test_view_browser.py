@@ -2,6 +2,7 @@
 
 import pytest
 import view_browser
+from view_browser import arrived
 from view_cases import HOSTILE, served, write_run
 
 if view_browser.missing():
@@ -41,15 +42,6 @@ def page(window, address):
         return window
 
     return page
-
-
-def arrived(window, name: str) -> None:
-    """Waits until the page is shown."""
-    window.wait(
-        "return document.getElementById('page').dataset.ready === (location.hash || '#/')"
-        " && location.hash.startsWith('#' + arguments[0])",
-        name,
-    )
 
 
 def test_all_pages_open_without_an_error_and_ask_nobody_outside(page, address):

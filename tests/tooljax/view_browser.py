@@ -86,6 +86,15 @@ class Browser:
         path.write_bytes(base64.b64decode(self.command("GET", "screenshot")))
 
 
+def arrived(window: Browser, name: str) -> None:
+    """Waits until a page of the viewer is shown: what follows # in its address begins with `name`."""
+    window.wait(
+        "return document.getElementById('page').dataset.ready === (location.hash || '#/')"
+        " && location.hash.startsWith('#' + arguments[0])",
+        name,
+    )
+
+
 @contextmanager
 def browser(profile: Path, *, dark: bool = False, size: str = "1280,900") -> Iterator[Browser]:
     """A window that is closed afterwards, with its programs."""

@@ -44,17 +44,18 @@ class Credit:
 class TrajectoryStore:
     """Writes the steps of a run."""
 
-    def __init__(self, config: Config, tasks: Sequence[Task]):
+    def __init__(self, config: Config, tasks: Sequence[Task], folder: Path | None = None):
         """Nothing is written yet, nor ever if store.enabled is off.
 
         Args:
             config: its sections run, model and store; all of it is stored with each step.
             tasks: all that trajectories may be of; each step's own are stored with it.
+            folder: where to; default: <run.dir>/trajectories.
         """
         self._config = config
         self._enabled = config.store.enabled
         self._tasks = {task.task_id: task for task in tasks}
-        self._folder = Path(config.run.dir) / FOLDER
+        self._folder = folder or Path(config.run.dir) / FOLDER
 
     def forget_after(self, step: int) -> None:
         """Removes what an earlier run wrote of later steps: to be called with the step of the restored checkpoint, 0
@@ -75,7 +76,7 @@ class TrajectoryStore:
         metrics: Mapping[str, float],
         reward_weights: RewardWeights,
     ) -> Path | None:
-        """Writes <run.dir>/trajectories/step_N.log; its path, None if the store is off.
+        """Writes step_N.log into the folder; its path, None if the store is off.
 
         Args:
             step: optimizer steps made, this one included.

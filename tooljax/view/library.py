@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tooljax.store import stored_steps
+from tooljax.store.evaluations import DURING
 from tooljax.store.store import FOLDER
 from tooljax.trackers import read_metrics
 from tooljax.view.index import StepIndex
@@ -18,6 +19,9 @@ KEPT = 4
 """Steps whose rows stay in memory: as many as two people compare."""
 
 METRICS = "metrics.jsonl"
+
+EVALUATION = "evaluation"
+"""The folder of a run that its evaluations are in, each like a run: `tooljax.store.evaluations`."""
 
 
 class NotThere(LookupError):
@@ -45,7 +49,7 @@ class Library:
     def runs(self) -> dict[str, Path]:
         """Folders of runs by name: the path from the root, or the root's own name if it is a run itself."""
         if _is_run(self.root):
-            self._runs = {self.root.name or "run": self.root}
+            self._runs = _with_evaluations({self.root.name or "run": self.root})
             return self._runs
         found: dict[str, Path] = {}
         level = [self.root]
@@ -54,8 +58,17 @@ class Library:
             inside = [p for folder in level for p in _folders(folder)]
             found |= {p.relative_to(self.root).as_posix(): p for p in inside if _is_run(p)}
             level = [p for p in inside if not _is_run(p)]
-        self._runs = dict(sorted(found.items()))
+        self._runs = _with_evaluations(dict(sorted(found.items())))
         return self._runs
+
+    def evaluations(self, run: str) -> list[str]:
+        """Names of a run's evaluations, which can be asked for like runs."""
+        return [name for name in self._runs if _run_of(name) == run]
+
+    def evaluated(self, name: str) -> str | None:
+        """The run that an evaluation is of; None if the name is a run's own."""
+        run = _run_of(name)
+        return run if run in self._runs else None
 
     def folder(self, run: str) -> Path:
         """NotThere if the root has no such run. Looks for new runs only if the name is not known."""
@@ -89,7 +102,15 @@ class Library:
         return known[1]
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        """The rows of the run's metrics.jsonl; none if it has none."""
+        """The rows of the run's metrics.jsonl; none if it has none. Of an evaluation: what its run says of the steps
+        that were evaluated, of evaluations only."""
+        if (of := self.evaluated(run)) is not None:
+            there = set(self.steps(run)) if run.endswith(f"/{DURING}") else set()
+            rows = [row for row in self.metrics(of) if row["step"] in there]
+            return [
+                {k: v for k, v in row.items() if k == "step" or k.startswith("eval/")}
+                for row in rows
+            ]
         path = self.folder(run) / METRICS
         try:
             stamp = _stamp(path)
@@ -116,6 +137,23 @@ def curve(rows: Sequence[dict[str, Any]], name: str, points: int) -> list[tuple[
 
 def _is_run(folder: Path) -> bool:
     return (folder / FOLDER).is_dir() or (folder / METRICS).is_file()
+
+
+def _with_evaluations(runs: dict[str, Path]) -> dict[str, Path]:
+    """Each run, and after it its evaluations."""
+    found: dict[str, Path] = {}
+    for name, folder in runs.items():
+        found[name] = folder
+        if not (folder / EVALUATION).is_symlink():
+            inside = [p for p in _folders(folder / EVALUATION) if _is_run(p)]
+            found |= {f"{name}/{EVALUATION}/{p.name}": p for p in inside}
+    return found
+
+
+def _run_of(name: str) -> str:
+    """The run that an evaluation of this name is of; "" if it is not the name of one."""
+    run, is_one, rest = name.rpartition(f"/{EVALUATION}/")
+    return run if is_one and "/" not in rest else ""
 
 
 def _folders(folder: Path) -> list[Path]:

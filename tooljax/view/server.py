@@ -115,22 +115,29 @@ def make_app(library: Library) -> web.Application:
 
 
 def runs(library: Library, query: dict[str, str]) -> dict[str, Any]:
-    """Every run, with its stored steps counted, the last of them, and its last reward and accuracy."""
+    """Every run, with its stored steps counted, the last of them, its last reward and accuracy, and its evaluations."""
     parse(query)
     found = []
     for run in library.runs():
-        stored, rows = library.steps(run), library.metrics(run)
+        if library.evaluated(run) is not None:
+            continue
+        rows = library.metrics(run)
         found.append(
             {
-                "run": run,
-                "stored_steps": len(stored),
-                "last_stored": stored[-1] if stored else None,
+                **_stored(library, run),
                 "steps": rows[-1]["step"] if rows else None,
                 "reward": _last(rows, "reward/mean"),
                 "accuracy": _last(rows, "rollout/accuracy"),
+                "evaluations": [_stored(library, name) for name in library.evaluations(run)],
             }
         )
     return {"root": library.root.name, "runs": found}
+
+
+def _stored(library: Library, run: str) -> dict[str, Any]:
+    stored = library.steps(run)
+    last = stored[-1] if stored else None
+    return {"run": run, "stored_steps": len(stored), "last_stored": last}
 
 
 def steps(library: Library, query: dict[str, str]) -> dict[str, Any]:
@@ -138,11 +145,16 @@ def steps(library: Library, query: dict[str, str]) -> dict[str, Any]:
     (asked,) = parse(query, Run)
     of_step = {row["step"]: row for row in library.metrics(asked.run)}
     names = ("reward/mean", "rollout/accuracy", "tools/use_rate", "rollout/trajectories")
+    if (of := library.evaluated(asked.run)) is not None:
+        here = dict(zip(names, (f"eval/{name}" for name in names), strict=True))
+        here["rollout/accuracy"] = "eval/accuracy"
+    else:
+        here = {name: name for name in names}
     found = [
-        {"step": n, **{name: of_step.get(n, {}).get(name) for name in names}}
+        {"step": n, **{name: of_step.get(n, {}).get(own) for name, own in here.items()}}
         for n in library.steps(asked.run)
     ]
-    return {"run": asked.run, "steps": found}
+    return {"run": asked.run, "evaluation_of": of, "steps": found}
 
 
 def metrics(library: Library, query: dict[str, str]) -> dict[str, Any]:

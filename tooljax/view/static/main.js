@@ -1,6 +1,6 @@
 // Shows the page that the address names; keys and theme.
 
-import { place } from "./api.js";
+import { get, link, place } from "./api.js";
 import { compare } from "./compare.js";
 import { h } from "./dom.js";
 import { run, runs } from "./run.js";
@@ -9,16 +9,22 @@ import { trajectory } from "./trajectory.js";
 
 const PAGES = { "": runs, run, step, trajectory, compare };
 
+const LOOK_MS = 2000; // how often it is asked what is new
+
 let shown = 0; // an answer that comes after the next question is thrown away
+let known = null; // what there was when the page was made, and what to do about news
 
 async function show() {
   const mine = ++shown;
+  known = null;
   const { page, parameters } = place();
   const main = document.getElementById("page");
   const where = document.getElementById("where");
   try {
+    const before = PAGES[page] === compare ? null : await news(parameters.run);
     const made = await (PAGES[page] ?? runs)(parameters);
     if (mine !== shown) return;
+    known = before && { ...before, run: parameters.run, redraw: made.live };
     main.replaceChildren(...made.content);
     where.replaceChildren(...made.where.flatMap((part) => [h("span", { class: "sep" }, "›"), part]));
     document.title = `${made.title} · tooljax view`;
@@ -32,6 +38,34 @@ async function show() {
     main.dataset.ready = location.hash || "#/";
   }
 }
+
+// What there is of a run, or of all of them: its last stored step, and all that changes as it goes on.
+async function news(run) {
+  const found = (await get("runs")).runs;
+  const all = found.flatMap((r) => [r, ...r.evaluations]);
+  const one = all.find((r) => r.run === run);
+  return { last: one?.last_stored, mark: JSON.stringify(one ?? found) };
+}
+
+// A page of a run, or of runs, follows what is new; elsewhere a link says that there is something.
+async function look() {
+  const mine = shown, before = known;
+  if (!before || document.hidden) return;
+  const now = await news(before.run).catch(() => before); // the server may be gone, and come back
+  if (mine !== shown || now.mark === before.mark) return;
+  if (!before.redraw) {
+    const more = document.getElementById("news");
+    more.replaceChildren(...(now.last > before.last ? [newer(before.run, now.last)] : []));
+  } else if (!document.querySelector("main :is(select, input):focus")) {
+    const [at, focused] = [scrollY, document.activeElement?.getAttribute("href")];
+    await show();
+    scrollTo(0, at);
+    [...document.querySelectorAll("main a")].find((a) => a.getAttribute("href") === focused)?.focus({ preventScroll: true });
+  }
+}
+
+const newer = (run, step) =>
+  h("a", { href: link("step", { run, step, order: "worst" }) }, `new: step ${step}`);
 
 function keys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -63,6 +97,8 @@ document.getElementById("theme").addEventListener("click", theme);
 document.addEventListener("keydown", keys);
 addEventListener("hashchange", () => {
   scrollTo(0, 0);
+  document.getElementById("news").replaceChildren();
   show();
 });
 show();
+setInterval(look, LOOK_MS);

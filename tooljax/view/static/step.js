@@ -43,7 +43,7 @@ function turn(id, arrow, step, run, parameters) {
 export const notes = (found) =>
   found.notes.map((note) =>
     h("div", { class: "note bad", role: "alert" }, h("b", null, "Part of this step is lost. "), note,
-      ". If the run is still writing it, load the page again."));
+      ". If the run is still writing it, load the page again in a moment."));
 
 export function tiles(found) {
   const all = found.trajectories;
@@ -144,7 +144,7 @@ function* list(found, { total, offset, rows }, now, open, go) {
     const here = (event) => { if (open) { event.preventDefault(); open(row.index); } };
     return h("a", { class: "row line", href, onclick: here },
       h("span", { class: `num reward ${row.correct ? "good" : "bad"}` }, number(row.reward)),
-      h("span", null, statusBadge(row.status), row.dropped && badge("left out", "dim")),
+      h("span", null, statusBadge(row.status), row.dropped && found.trained_on > 0 && badge("left out", "dim")),
       h("span", { class: "why", title: row.why + (row.dropped && ` Left out: ${row.dropped}.`) }, row.why),
       h("span", { class: "num" }, row.turns),
       h("span", { class: "num" }, row.failed_calls ? `${row.failed_calls} of ${row.calls} failed` : row.calls),
