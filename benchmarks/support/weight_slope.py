@@ -5,12 +5,13 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from support.sidecar_process import gpu_bytes, processes_of, resident
 
-from rollout_sidecar.client import SidecarClient
+from rollout_sidecar.client import SidecarClient, SidecarError
 
 GOAL_MB = 1.0
 """Growth a push, at most."""
@@ -41,7 +42,10 @@ class Memory(NamedTuple):
 async def memory_of(sidecar: int, client: SidecarClient) -> Memory:
     """Of this process, the trainer, and of the sidecar."""
     _, *started = processes_of(sidecar)
-    used = await client._call("GET", "/benchmark/memory") if gpu_bytes() else b"0"
+    used = b"0"
+    if gpu_bytes():
+        with suppress(SidecarError):  # only the sidecar beside SGLang's own way tells
+            used = await client._call("GET", "/benchmark/memory")
     return Memory(
         resident(os.getpid()),
         resident(sidecar),
