@@ -14,6 +14,7 @@ there is to find: of each turn but the first, everything before the last token t
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
@@ -21,23 +22,23 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from aiohttp import web
+from support.process_time import Sampler, Usage, UsageMeter
 from support.random_model import SIZES, write_model
+from support.scripted_lengths import AlwaysCalls, NoOpTool, Pace, ScriptedLengths
 
 from rollout_sidecar.agent import Agent
 from rollout_sidecar.client import SidecarClient
-from rollout_sidecar.engines.base import GenerateRequest, GenerateResult
 from rollout_sidecar.engines.sglang import IO, SglangEngine
 from rollout_sidecar.engines.sglang_setup import SglangOptions, sglang_module
-from rollout_sidecar.formats.base import BaseFormat, ParsedCall
 from rollout_sidecar.garbage import set_aside_what_is_there
 from rollout_sidecar.protocol import (
     Limits,
@@ -49,10 +50,6 @@ from rollout_sidecar.protocol import (
 from rollout_sidecar.server import create_app
 from rollout_sidecar.sidecar import ServerOptions, Sidecar
 from rollout_sidecar.tokenizer import ChatTokenizer
-from rollout_sidecar.tools.base import BaseTool, ToolResponse
-
-ANY_ID = 300
-"""Written where a stop id was sampled before its turn's end."""
 
 ON_CPU = {
     "device": "cpu",
@@ -60,62 +57,6 @@ ON_CPU = {
     "disable_overlap_schedule": True,
     "max_total_tokens": 2**15,
 }
-
-
-# --- the script ---------------------------------------------------------------------------------------------------
-
-
-class ScriptedLengths(SglangEngine):
-    """Samples each turn to the length that the script says, and ends it with a stop id in place of its last token.
-
-    No prefix is lost by that: the last sampled token is not in the cache yet.
-    """
-
-    lengths: list[list[int]]
-    """By trajectory and turn."""
-
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        turns = self.lengths[request.ordinal]
-        turn = self._played[request.trajectory_id] = self._played.get(request.trajectory_id, -1) + 1
-        unending = replace(request, max_tokens=turns[turn], stop_ids=frozenset())
-        result = await super().generate(unending)
-        ids = [ANY_ID if id in request.stop_ids else id for id in result.token_ids]
-        ids[-1] = min(request.stop_ids)
-        return replace(result, token_ids=ids, finish="stop")
-
-    async def release(self, trajectory_id: str) -> None:
-        self._played.pop(trajectory_id, None)
-        await super().release(trajectory_id)
-
-    @property
-    def _played(self) -> dict[str, int]:
-        return self.__dict__.setdefault("_played_turns", {})
-
-
-class AlwaysCalls(BaseFormat):
-    """Takes every turn for one call of the tool."""
-
-    name = "always"
-    markers = ()
-    listing = ()
-    form = ""
-
-    def parse(self, text: str, **_: Any) -> list[ParsedCall]:
-        return [ParsedCall("tool", {"text": text[:20]}, text)]
-
-
-class NoOpTool(BaseTool):
-    """Answers at once."""
-
-    def __init__(self, characters: int):
-        properties = {"text": {"type": "string", "description": "Anything."}}
-        parameters = {"type": "object", "properties": properties, "required": ["text"]}
-        function = {"name": "tool", "description": "Does nothing.", "parameters": parameters}
-        super().__init__({}, {"type": "function", "function": function})
-        self._answer = "x" * characters
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any):
-        return ToolResponse(text=self._answer), 0.0, {}
 
 
 # --- the two ways -------------------------------------------------------------------------------------------------
@@ -130,10 +71,15 @@ class Played:
     sampled: int = 0
     hits: int = 0
     ideal: int = 0
+    usage: Usage = field(default_factory=Usage)
+    pace: str = ""
 
 
-async def over_http(url: str, request: RolloutRequest, folder: Path) -> Played:
+async def over_http(
+    url: str, request: RolloutRequest, folder: Path, engine: ScriptedLengths
+) -> Played:
     """By a client in a process of its own, whose clock counts."""
+    engine.pace = Pace()
     asked, answered = folder / "request", folder / "answer"
     asked.write_bytes(msgspec.msgpack.encode(request))
     client = await asyncio.create_subprocess_exec(
@@ -141,10 +87,11 @@ async def over_http(url: str, request: RolloutRequest, folder: Path) -> Played:
     )
     if await client.wait():
         raise SystemExit("the client failed")
-    seconds, trajectories = msgspec.msgpack.decode(
-        answered.read_bytes(), type=tuple[float, list[Trajectory]]
+    begun, seconds, trajectories = msgspec.msgpack.decode(
+        answered.read_bytes(), type=tuple[float, float, list[Trajectory]]
     )
     played = Played(seconds, sorted(trajectories, key=lambda each: each.task_index))
+    played.pace = engine.pace.told(begun)
     for trajectory in trajectories:
         if trajectory.status != "max_turns":
             raise SystemExit(f"{trajectory.status}: {trajectory.error}")
@@ -158,13 +105,13 @@ async def over_http(url: str, request: RolloutRequest, folder: Path) -> Played:
 def client(url: str, asked: str, answered: str) -> None:
     """The trainer's side: asks, and reads every trajectory."""
 
-    async def ask() -> tuple[float, list[Trajectory]]:
+    async def ask() -> tuple[float, float, list[Trajectory]]:
         request = msgspec.msgpack.decode(Path(asked).read_bytes(), type=RolloutRequest)
         async with SidecarClient(url) as sidecar:
             await sidecar.info()  # connected
             begun = time.perf_counter()
             trajectories = [each async for each in sidecar.rollouts(request)]
-            return time.perf_counter() - begun, trajectories
+            return begun, time.perf_counter() - begun, trajectories
 
     Path(answered).write_bytes(msgspec.msgpack.encode(asyncio.run(ask())))
 
@@ -267,24 +214,78 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Played],
         limits=limits,
     )
     async with serving(engine, model, args) as url:
-        warm = await over_http(url, request, folder)
-        await bare(engine, warm.trajectories, args.at_once)
+        way = Ways(engine, url, request, folder, args.at_once)
+        warm = await way.served("warm")
+        await way.driven(warm.trajectories)
+        if args.where:
+            await _show_where(way, warm.trajectories)
         served, driven = [], []
         with _profile(args.profile):
             for number in range(args.rounds):
-                await engine._forget_prefixes()
-                again = msgspec.structs.replace(request, request_id=f"r{number}")
-                served.append(await over_http(url, again, folder))
-                if not args.profile:
-                    await engine._forget_prefixes()
-                    driven.append(await bare(engine, warm.trajectories, args.at_once))
+                for first in (number % 2, not number % 2):  # neither always goes first
+                    if first:
+                        served.append(await way.served(f"r{number}"))
+                    elif not args.profile:
+                        driven.append(await way.driven(warm.trajectories))
+                if driven:
                     _show_round(number, served[-1], driven[-1])
     return served, driven
 
 
+class Ways:
+    """Both ways to play the conversations, each from an empty prefix cache."""
+
+    def __init__(
+        self,
+        engine: ScriptedLengths,
+        url: str,
+        request: RolloutRequest,
+        folder: Path,
+        at_once: int,
+    ):
+        self._engine, self._url, self._request = engine, url, request
+        self._folder, self._at_once = folder, at_once
+        self._meter = UsageMeter()
+
+    async def served(self, name: str) -> Played:
+        """Over HTTP, under this request id."""
+        request = msgspec.structs.replace(self._request, request_id=name)
+        return await self._metered(
+            lambda: over_http(self._url, request, self._folder, self._engine)
+        )
+
+    async def driven(self, like: Sequence[Trajectory]) -> Played:
+        """By SGLang alone."""
+        return await self._metered(lambda: bare(self._engine, like, self._at_once))
+
+    async def _metered(self, play: Callable[[], Coroutine[Any, Any, Played]]) -> Played:
+        await self._engine._forget_prefixes()
+        gc.collect()  # what the run before left is not this one's
+        before = self._meter.read()
+        played = await play()
+        played.usage = self._meter.read() - before
+        return played
+
+
+async def _show_where(way: Ways, like: Sequence[Trajectory]) -> None:
+    """A round of each, in which the event loop's thread is looked at."""
+    for name, play in (
+        ("SGLang driven bare", lambda: way.driven(like)),
+        ("the sidecar over HTTP", lambda: way.served("where")),
+    ):
+        with Sampler(("rollout_sidecar", "sglang", "aiohttp")) as sampler:
+            played = await play()
+        turns = sum(len(trajectory.turns) for trajectory in like)
+        print(f"\n{name}: {1e3 * played.usage.process / turns:.3f} ms of CPU a turn, of it")
+        print(sampler.table(turns, played.usage.process), flush=True)
+
+
 def _show_round(number: int, served: Played, driven: Played) -> None:
     rates = [played.sampled / played.seconds for played in (served, driven)]
-    print(f"round {number}: {rates[0]:,.0f} tokens/s, bare {rates[1]:,.0f}", flush=True)
+    print(
+        f"round {number}: {rates[0]:,.0f} tokens/s, bare {rates[1]:,.0f} ({rates[0] / rates[1]:.3f}); {served.pace}",
+        flush=True,
+    )
 
 
 def _options(args: argparse.Namespace) -> SglangOptions:
@@ -325,17 +326,29 @@ def report(args: argparse.Namespace, served: Sequence[Played], driven: Sequence[
         f"{args.prompt_tokens} prompt, {args.tokens} sampled and {args.tool_tokens} tool tokens a turn; "
         f"SGLang {sglang_module('').__version__}, {os.cpu_count()} CPU cores\n"
     )
-    print(f"{'':28}{'tokens/s':>12}{'of ideal hits':>16}{'seconds by round':>24}")
-    rates = []
+    print(f"{'':24}{'tokens/s':>10}{'of ideal hits':>15}  seconds by round")
     for name, runs in (("SGLang driven bare", driven), ("the sidecar over HTTP", served)):
-        rates.append(statistics.median(run.sampled / run.seconds for run in runs))
+        rate = statistics.median(run.sampled / run.seconds for run in runs)
         hits = sum(run.hits for run in runs) / sum(run.ideal for run in runs)
         seconds = "  ".join(f"{run.seconds:.2f}" for run in runs)
-        print(f"{name:28}{rates[-1]:12,.0f}{hits:16.1%}{seconds:>24}")
-    lost = statistics.median(run.seconds for run in served) - statistics.median(
-        run.seconds for run in driven
+        print(f"{name:24}{rate:10,.0f}{hits:15.1%}  {seconds}")
+    print(
+        f"\n{'CPU ms a turn, median':24}{'process':>10}{'event loop':>12}{'garbage':>10}{'SGLang':>10}"
     )
-    print(f"\nratio {rates[1] / rates[0]:.3f} (goal 0.97); {1e3 * lost / turns:+.3f} ms a turn")
+    for name, runs in (("SGLang driven bare", driven), ("the sidecar over HTTP", served)):
+        process, loop, garbage, children = (
+            1e3 * statistics.median(getattr(run.usage, part) for run in runs) / turns
+            for part in ("process", "main_thread", "garbage", "children")
+        )
+        print(f"{name:24}{process:10.3f}{loop:12.3f}{garbage:10.3f}{children:10.3f}")
+    ratios = [bare.seconds / run.seconds for run, bare in zip(served, driven, strict=True)]
+    lost = statistics.median(
+        run.seconds - bare.seconds for run, bare in zip(served, driven, strict=True)
+    )
+    print(
+        f"\nratio {statistics.median(ratios):.3f} in the median of {len(ratios)} rounds, {min(ratios):.3f} to "
+        f"{max(ratios):.3f} (goal 0.97); {1e3 * lost / turns:+.3f} ms a turn"
+    )
 
 
 def main() -> None:
@@ -349,9 +362,10 @@ def main() -> None:
     add("--spread", type=float, default=0.5, help="turns differ by up to this share of the mean")
     add("--prompt_tokens", type=int, help="default: 256; tiny: 64")
     add("--tool_tokens", type=int, default=64)
-    add("--rounds", type=int, default=3)
+    add("--rounds", type=int, default=6)
     add("--memory_fraction", type=float, default=0.6)
     add("--sglang_args", type=json.loads, default={}, help="JSON of more arguments of the engine")
+    add("--where", action="store_true", help="show first what takes the CPU time")
     add(
         "--profile",
         default="",
