@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout_sidecar.rewards import code, gsm8k, math_answer, search_qa
+from rollout_sidecar.rewards import code, gsm8k, guess_number, math_answer, search_qa
 from rollout_sidecar.rewards.base import RewardFunction
 from rollout_sidecar.verl_names import load_user_file
 
 _BY_NAME: dict[str, RewardFunction] = {
     "gsm8k": gsm8k.compute_score,
+    "guess_number": guess_number.compute_score,
     "math": math_answer.compute_score,
     "math_dapo": math_answer.compute_dapo_score,
     "search_qa": search_qa.compute_score,
@@ -21,7 +22,7 @@ _BY_NAME: dict[str, RewardFunction] = {
 _BY_DATA_SOURCE: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "tooljax/arithmetic": "gsm8k",
-    "tooljax/guess_number": "gsm8k",
+    "tooljax/guess_number": "guess_number",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",

@@ -107,7 +107,8 @@ def test_demonstrations_guess_only_what_is_possible():
         assert hints == [hint(45, number) for number in guesses]
         for turn, number in enumerate([*guesses, answer]):
             assert number in possible_after(game, guesses[:turn], hints[:turn])
-        assert len(guesses) == 6 or (len(guesses) < 6 and hints[-1] == "correct")
+        assert len(guesses) == 7 or (len(guesses) < 7 and hints[-1] == "correct")
+        assert answer == 45 or "correct" not in hints
 
 
 def test_halving_a_range_worked_by_hand():
@@ -150,13 +151,23 @@ async def test_the_tool_says_what_demonstrations_have_it_say():
         assert told == hints
 
 
-def test_records_are_scored_by_the_answer(tmp_path):
+def test_records_are_scored_by_what_was_found_and_answered(tmp_path):
     task = read_tasks([str(make(tmp_path) / "train.parquet")], max_rows=1)[0]
     score = get_reward("", task.data_source)
     secret = task.tools_kwargs["guess"]["create_kwargs"]["secret"]
-    for answer, expected in ((secret, 1.0), (secret + 1, 0.0)):
-        given = score(task.data_source, f"#### {answer}", task.ground_truth)
-        assert given["score"] == expected
+    for guesses, answer, expected in (
+        ((secret - 1, secret), secret, 1.0),
+        ((secret - 1,), secret, 0.0),
+        ((secret,), secret + 1, 0.0),
+        ((), secret, 0.0),
+    ):
+        text = "".join(map(guess_number.call, guesses)) + f"#### {answer}"
+        given = score(task.data_source, text, task.ground_truth)
+        assert (given["score"], given["acc"], given["guesses"]) == (
+            expected,
+            expected,
+            len(guesses),
+        )
 
 
 def test_fewer_than_one_game_is_refused(tmp_path):

@@ -2,7 +2,7 @@
 
 `python -m tooljax.data.prepare guess_number --output_dir DIR` writes train.parquet and heldout.parquet (verl records)
 and demonstrations.jsonl. Everything derives from --seed. A game is a range of WIDTH numbers and a secret in it, to be
-found in seven guesses: the tool says higher or lower MAX_GUESSES times, and the answer is the last guess. Fifty numbers
+found in MAX_GUESSES guesses: the tool says higher, lower or correct, and the answer names what was found. Fifty numbers
 and seven guesses are GEM's game:GuessTheNumber-v0-hard (arXiv:2510.01051); there the range is always 1 to 50. Here
 ranges are split once: a held-out one occurs in no training game and in no demonstration.
 
@@ -26,7 +26,7 @@ WIDTH = 50
 LOWS = range(1, 100 - WIDTH + 1)
 """First numbers of the ranges, which end at 99 at most."""
 HELD_OUT_SHARE = 0.2
-MAX_GUESSES = 6
+MAX_GUESSES = 7
 STEPS_FROM_THE_END = 3
 """Creeping guesses one of so many numbers at an end of what is possible."""
 
@@ -97,7 +97,7 @@ def to_record(game: Game, split: str, index: int) -> dict[str, Any]:
 
 def make_demonstration(rng: random.Random, game: Game, *, halving_share: float) -> dict[str, Any]:
     """One game played badly: a share `halving_share` of the guesses is the middle of what is possible, the others are
-    near one of its ends. What follows a guess really would follow it; the answer is one more guess."""
+    near one of its ends. What follows a guess really would follow it; a number not found is answered as if guessed."""
     messages = [{"role": "user", "content": game.question}]
     low, high = game.low, game.high
     for _ in range(MAX_GUESSES):
