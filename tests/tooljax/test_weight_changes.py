@@ -63,6 +63,24 @@ def test_positions_lie_right_across_rows_words_and_blocks_of_marks():
     assert (delta.positions.tolist(), delta.moves.tolist()) == (edges, list(range(1, 11)))
 
 
+@pytest.mark.parametrize("search", ["scan", "scan_unrolled"])
+def test_marked_positions_by_either_search(search):
+    words = (
+        jnp.zeros(3 * finding.LANES, jnp.uint32)
+        .at[jnp.array([0, 5, 300])]
+        .set(jnp.array([0x80000001, 2, 12], jnp.uint32))
+    )
+    found = finding._positions(words, size=5, search=search)
+    # Bit k of word i of a block is row k, element i; a block has 32 rows of 128.
+    assert found.tolist() == [
+        0,
+        31 * 128,
+        128 + 5,
+        2 * 4096 + 2 * 128 + 44,
+        2 * 4096 + 3 * 128 + 44,
+    ]
+
+
 def test_arrays_of_one_shape_are_told_apart():
     some = [arrays((40, 50), changed, seed) for seed, changed in enumerate((7, 0, 1900, 60))]
     found = found_in([(on_device(old), on_device(new)) for old, new in some], 0.4)

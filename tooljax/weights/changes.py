@@ -232,8 +232,11 @@ def _picked(
 ) -> tuple[jax.Array, jax.Array]:
     """Positions and moves [shards, arrays, size] of marked elements. What lies beyond their number means nothing."""
 
+    # Unrolled, a search is one program to a device instead of a loop of them; a CPU would only compile it longer.
+    search = "scan" if mesh.devices.flat[0].platform == "cpu" else "scan_unrolled"
+
     def of_shard(words: jax.Array, old: Arrays, new: Arrays) -> tuple[jax.Array, jax.Array]:
-        at = jax.vmap(partial(_positions, size=size))(words[0])
+        at = jax.vmap(partial(_positions, size=size, search=search))(words[0])
         at = jnp.minimum(at, jnp.int32(new[0].size - 1))
         moves = [bits(b)[i] - bits(a)[i] for a, b, i in zip(old, new, at, strict=True)]
         return at[None], jnp.stack(moves)[None]
@@ -253,12 +256,11 @@ def _ones(words: jax.Array) -> jax.Array:
     return jnp.bitwise_count(words).astype(jnp.int32)
 
 
-def _positions(words: jax.Array, *, size: int) -> jax.Array:
+def _positions(words: jax.Array, *, size: int, search: str) -> jax.Array:
     """Where the first `size` marks are, word by word."""
     ends = jnp.cumsum(_ones(words))
     ranks = jnp.arange(size, dtype=jnp.int32)
-    # Unrolled, it is a single program to a GPU instead of a loop of many.
-    at = jnp.searchsorted(ends, ranks, side="right", method="scan_unrolled").astype(jnp.int32)
+    at = jnp.searchsorted(ends, ranks, side="right", method=search).astype(jnp.int32)
     at = jnp.minimum(at, jnp.int32(words.size - 1))
     word = words[at]
     bit = _nth_bit(word, ranks - (ends[at] - _ones(word)))
