@@ -114,7 +114,7 @@ def _shards(layout: Layout) -> Shards:
     if layout.mesh is None:
         return Shards()
     tokens, vocab = layout.token_splits, layout.splits("vocab")
-    return Shards(tokens or None, vocab or None, layout.mesh)
+    return Shards(tokens or None, vocab or None, layout.mesh, layout.stored_splits("embed") or None)
 
 
 def _at_targets(values: Array, batch: TrainBatch, layout: Layout) -> Float[Array, "rows time"]:

@@ -3,6 +3,7 @@
 Weights name their logical axes where they are declared (`axes` in the metadata of `nnx.Param`); only this file knows
 mesh axes. `data` replicates the weights and splits the batch, `fsdp` splits both, `tensor` splits heads,
 feed-forward and vocabulary, `context` splits time. The compiler derives the communication from these placements.
+docs/sharding.md draws one layer of it.
 """
 
 import math
@@ -49,6 +50,14 @@ COMPUTE_RULES: Rules = MappingProxyType({**RULES, "embed": ()})
 
 HOST_MEMORY = "pinned_host"
 """JAX's name of the host's memory that devices read and write themselves."""
+
+SHARED: Mapping[str, str] = MappingProxyType(
+    {
+        "kv_heads": "fewer than devices: each device has all, and computes with the one that its queries need",
+        "vocab": "where it does not divide: each device has all, and computes the logits of a part",
+    }
+)
+"""Logical axes that stay whole where they do not divide; others that do not divide are refused."""
 
 GATHERED = "gathered weight"
 """Name of gathered weights in policies of rematerialisation."""
@@ -139,7 +148,7 @@ def named_sharding(
     for index, axis in enumerate(axes):
         if axis not in rules:
             raise ValueError(f"{what}: logical axis {axis!r} has no rule; known are {[*rules]}")
-        split = tuple(name for name in rules[axis] if mesh.shape[name] > 1)
+        split = _split(axis, None if shape is None else shape[index], mesh, rules)
         for name in split:
             if name in taken:
                 raise ValueError(
@@ -226,19 +235,23 @@ class Layout:
                 f"JAX do not have (they have {', '.join(kinds)}); {way_out}"
             )
 
-    def splits(self, axis: str) -> tuple[str, ...]:
-        """The mesh axes of more than one device that split a logical axis."""
-        if self.mesh is None:
-            return ()
-        return tuple(name for name in COMPUTE_RULES[axis] if self.mesh.shape[name] > 1)
+    def splits(self, axis: str, size: int | None = None) -> tuple[str, ...]:
+        """The mesh axes of more than one device that split a logical axis; none where this size of it stays whole
+        (SHARED)."""
+        return _split(axis, size, self.mesh, COMPUTE_RULES) if self.mesh else ()
+
+    def stored_splits(self, axis: str) -> tuple[str, ...]:
+        """The same of weights as they are stored."""
+        return _split(axis, None, self.mesh, RULES) if self.mesh else ()
 
     def ways(self, axis: str) -> int:
         """Into how many parts a logical axis is split."""
         return math.prod(self.mesh.shape[name] for name in self.splits(axis)) if self.mesh else 1
 
-    def spec(self, *axes: str) -> PartitionSpec:
-        """The axes as a shard_map takes them."""
-        return _partition_spec([self.splits(axis) for axis in axes])
+    def spec(self, *axes: str, shape: Sequence[int | None] = ()) -> PartitionSpec:
+        """The axes, of these sizes where they are known, as a shard_map takes them."""
+        sizes = shape or (None,) * len(axes)
+        return _partition_spec([self.splits(*each) for each in zip(axes, sizes, strict=True)])
 
     @property
     def whole(self) -> NamedSharding:
@@ -267,8 +280,8 @@ class Layout:
         """A weight as it is used; its gradient goes straight to where the weight is stored, a reduce-scatter."""
         if self.mesh is None:
             return weight
-        stored = named_sharding(axes, self.mesh)
-        used = NamedSharding(self.mesh, self.spec(*axes))
+        stored = named_sharding(axes, self.mesh, shape=weight.shape)
+        used = NamedSharding(self.mesh, self.spec(*axes, shape=weight.shape))
         return checkpoint_name(_regathered(used, stored, weight), GATHERED)
 
     def spread(
@@ -286,24 +299,32 @@ class Layout:
     ) -> Float[Array, "batch time embed"]:
         """Rows of the embedding; each device looks up those that its part of the vocabulary has.
 
-        Spread by hand, so that the gradient of the embedding is summed over rows and then split: the compiler would
-        gather all rows' gradients on every device instead.
+        Spread by hand: a device looks up its part of embed for the tokens of all devices that store the other parts,
+        and they swap. Tokens move, of which there are fewer than words; and so the gradient of each part is made
+        where it is stored.
         """
-        vocab = self.splits("vocab")
+        if self.mesh is None:
+            return jnp.take(embedding, tokens, axis=0)
+        stored = named_sharding(("vocab", "embed"), self.mesh, shape=embedding.shape).spec
+        vocab, embed = self.splits("vocab", embedding.shape[0]), self.stored_splits("embed")
 
-        def part(mine: Array, tokens: Array) -> Array:
+        def found(mine: Array, tokens: Array) -> Array:
             if not vocab:
                 return jnp.take(mine, tokens, axis=0)
             inside = tokens - jax.lax.axis_index(vocab) * mine.shape[0]
             known = (inside >= 0) & (inside < mine.shape[0])
-            found = jnp.take(mine, jnp.where(known, inside, 0), axis=0)
-            found = jnp.where(known[..., None], found, jnp.zeros((), found.dtype))
-            return jax.lax.psum(found, vocab)
+            rows = jnp.take(mine, jnp.where(known, inside, 0), axis=0)
+            rows = jnp.where(known[..., None], rows, jnp.zeros((), rows.dtype))
+            return jax.lax.psum(rows, vocab)
+
+        def part(mine: Array, tokens: Array) -> Array:
+            if not embed:
+                return found(mine, tokens)
+            everybodys = found(mine, jax.lax.all_gather(tokens, embed))
+            return jax.lax.all_to_all(everybodys, embed, 0, everybodys.ndim - 1, tiled=True)[0]
 
         rows = self.spec("batch", "time")
-        return self.spread(part, (self.spec("vocab"), rows), rows)(
-            self.gather(embedding, "vocab", "embed"), tokens
-        )
+        return self.spread(part, (stored, rows), rows)(embedding, tokens)
 
     @property
     def token_splits(self) -> tuple[str, ...]:
@@ -348,6 +369,15 @@ def _regathered_backward(used: NamedSharding, stored: NamedSharding, _, cotangen
 
 
 _regathered.defvjp(_regathered_forward, _regathered_backward)
+
+
+def _split(axis: str, size: int | None, mesh: Mesh, rules: Rules) -> tuple[str, ...]:
+    """The mesh axes that split a logical axis; none where it is one of SHARED that does not divide."""
+    split = tuple(name for name in rules[axis] if mesh.shape[name] > 1)
+    ways = math.prod(mesh.shape[name] for name in split)
+    if size is None or size % ways == 0 or axis not in SHARED:
+        return split
+    return split if axis == "kv_heads" and ways % size else ()
 
 
 def _partition_spec(splits: Sequence[tuple[str, ...]]) -> PartitionSpec:

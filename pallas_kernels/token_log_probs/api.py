@@ -14,7 +14,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.token_log_probs import chunked, gpu, op, reference, spread, tpu
-from pallas_kernels.token_log_probs.problem import WHOLE, Head, Problem, Rows, Shards
+from pallas_kernels.token_log_probs.problem import (
+    WHOLE,
+    Head,
+    Problem,
+    Rows,
+    Shards,
+    vocab_axis,
+)
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {
     "gpu": gpu,
@@ -177,6 +184,13 @@ def _check_spread(problem: Problem, head: Array) -> None:
         raise ValueError(
             f"vocab={vocab} is less than the {ways} devices of shards.vocab={shards.vocab!r}; "
             "leave it whole: shards.vocab=None"
+        )
+    embed, parts = head.shape[1 - vocab_axis(problem)], spread.ways(shards, "embed")
+    strange = {*spread.axis_names(shards.embed)} - {*spread.axis_names(shards.tokens)}
+    if embed % parts or strange:
+        raise ValueError(
+            f"shards.embed={shards.embed!r} must be of shards.tokens={shards.tokens!r} and divide embed={embed}; "
+            "leave the gradient whole: shards.embed=None"
         )
 
 

@@ -26,8 +26,8 @@ from jaxtyping import Array
 
 from pallas_kernels.token_log_probs import chunked
 from pallas_kernels.token_log_probs.chunks import Gradients
-from pallas_kernels.token_log_probs.problem import Head, Problem, Rows
-from pallas_kernels.token_log_probs.spread import HeadGradients, Heads, spread
+from pallas_kernels.token_log_probs.problem import Head, Problem, Rows, vocab_axis
+from pallas_kernels.token_log_probs.spread import HeadGradients, Heads, axis_names, spread
 
 
 class Call(NamedTuple):
@@ -247,10 +247,27 @@ def _summed(
     if rest is not None:
         d_hidden = d_hidden + rest.hidden
     if problem.shards.tokens is not None:
-        d_heads = lax.psum(d_heads, problem.shards.tokens)
+        d_heads = [_over_tokens(problem, part) for part in d_heads[:1]] + [
+            lax.psum(part, problem.shards.tokens) for part in d_heads[1:]
+        ]
     of_mine = Gradients(d_hidden.astype(hidden.dtype), *d_heads[0])
     none: Any = None
     return HeadGradients(of_mine, None if rest is None else Gradients(none, *d_heads[1]))
+
+
+def _over_tokens(problem: Problem, gradient: Head) -> Head:
+    """The sum over the tokens' devices, or each device's part of it along embed."""
+    shards = problem.shards
+    if shards.embed is None:
+        return lax.psum(gradient, shards.tokens)
+    weights, bias = gradient
+    split = axis_names(shards.embed)
+    others = tuple(axis for axis in axis_names(shards.tokens) if axis not in split)
+    weights = lax.psum_scatter(
+        weights, split, scatter_dimension=1 - vocab_axis(problem), tiled=True
+    )
+    weights = lax.psum(weights, others) if others else weights
+    return weights, None if bias is None else lax.psum(bias, shards.tokens)
 
 
 def _in_dtypes(head: Head, master: Array | None, gradients: Gradients) -> tuple[Any, Array | None]:

@@ -26,6 +26,9 @@ class Shards(NamedTuple):
     tokens: str | tuple[str, ...] | None = None
     vocab: str | tuple[str, ...] | None = None
     mesh: Mesh | None = None
+    embed: str | tuple[str, ...] | None = None
+    """Those of the tokens' axes over which the head's gradient comes back split along embed: it is summed by a
+    reduce-scatter where an all-reduce would give all of it to all. Only with `mesh`."""
 
 
 WHOLE = Shards()

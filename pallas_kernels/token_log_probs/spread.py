@@ -34,11 +34,15 @@ class HeadGradients(NamedTuple):
     """Its hidden is None: that is in `mine`."""
 
 
+def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """One, several or none, as a tuple."""
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
 def ways(shards: Shards, what: str) -> int:
-    """Devices of the mesh over which "tokens" or "vocab" is spread. ValueError if the mesh has no such axis."""
+    """Devices of the mesh over which "tokens", "vocab" or "embed" is spread. ValueError if it has no such axis."""
     assert shards.mesh is not None, "sizes of axes are those of a mesh"
-    axes = getattr(shards, what)
-    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    axes, names = getattr(shards, what), axis_names(getattr(shards, what))
     unknown = [name for name in names if name not in shards.mesh.shape]
     if unknown:
         raise ValueError(
@@ -59,9 +63,12 @@ def spread(problem: Problem, function: Callable, outputs: str) -> Callable:
         )
     tokens = PartitionSpec(shards.tokens)
     bias = PartitionSpec(shards.vocab)
-    weights = bias if problem.vocab_major else PartitionSpec(None, shards.vocab)
+    weights, d_weights = (
+        PartitionSpec(*((shards.vocab, embed) if problem.vocab_major else (embed, shards.vocab)))
+        for embed in (None, shards.embed)
+    )
     everywhere = PartitionSpec()
-    specs: Any = HeadGradients(Gradients(tokens, weights, bias), everywhere)  # type: ignore[arg-type]
+    specs: Any = HeadGradients(Gradients(tokens, d_weights, bias), everywhere)  # type: ignore[arg-type]
     on_shards = jax.shard_map(
         function,
         mesh=shards.mesh,

@@ -161,6 +161,36 @@ def _check_communication(mix: str, passes: str, text: str) -> None:
         assert small == ({"all-gather": 1} if vocab else {}), found
 
 
+def test_the_heads_gradient_comes_back_in_parts():
+    """Split along embed over fsdp: a reduce-scatter, and an all-reduce of the part over data."""
+    mix = "data 2 x fsdp 2 x tensor 2"
+    made = _made(mix)
+    _, tokens, vocab = MIXES[mix]
+    call = partial(_one_pass, Shards(tokens, vocab, made.mesh, embed="fsdp"))
+    compiled = jax.jit(call).lower(made.values, made.given).compile()
+    found, out = compiled(made.values, made.given)
+    _check_values("one pass", (found, out))
+    assert found["head"].sharding.spec == PartitionSpec("tensor", "fsdp")
+    part = SHAPE.vocab // 2 * SHAPE.embed // 2
+    large = [each for each in _collectives(compiled.as_text() or "") if each.elements >= part]
+    # Of hidden's gradient too: summed over the vocabulary's devices.
+    wanted = ["all-reduce", "all-reduce", "reduce-scatter"]
+    assert sorted(each.kind for each in large) == wanted or len(large) == 2, large
+    assert ("reduce-scatter", part) in [each[:2] for each in large]
+
+
+@pytest.mark.parametrize("embed", ["tensor", "data"])
+def test_parts_of_the_heads_gradient_that_cannot_be(embed):
+    made = _made("data 4 x tensor 2" if embed == "tensor" else "data 8")
+    shards = Shards("data", "tensor" if embed == "tensor" else None, made.mesh, embed)
+    given = made.given | {
+        "hidden": made.given["hidden"][:, :36],
+        "head": made.given["head"][:, :36],
+    }
+    with pytest.raises(ValueError, match=f"shards.embed='{embed}' must be of shards.tokens='data'"):
+        token_log_probs(**given, **CALL, shards=shards)
+
+
 class Collective(NamedTuple):
     kind: str
     elements: int

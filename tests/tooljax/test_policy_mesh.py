@@ -75,6 +75,6 @@ def test_one_device_needs_no_mesh(tmp_path):
 
 def test_a_model_that_does_not_divide_is_refused_with_the_weight(tmp_path):
     with pytest.raises(
-        ValueError, match=r"layers.bk: kv_heads=2 does not divide over mesh axes tensor=4"
+        ValueError, match=r"layers.bq: q_heads=4 does not divide over mesh axes tensor=8"
     ):
-        opened(settings(tmp_path / "model", tensor=4))
+        opened(settings(tmp_path / "model", tensor=8))

@@ -140,18 +140,23 @@ def test_one_mesh_axis_cannot_split_two_axes_of_an_array():
     named_sharding(("q_heads", "head_dim"), make_mesh(), rules=rules)
 
 
-def test_sizes_that_do_not_divide_are_named(decoder: Decoder):
+def test_sizes_that_do_not_divide_are_named():
+    narrow = dataclasses.replace(CONFIG, q_heads=6, kv_heads=3)
     message = re.escape(
-        "layers.wk: kv_heads=4 does not divide over mesh axes tensor=8; "
-        "choose sizes whose product is one of [1, 2, 4]"
+        "layers.wk: kv_heads=3 does not divide over mesh axes tensor=2; choose sizes whose product is one of [1]"
     )
     with pytest.raises(ValueError, match=message):
-        shardings(nnx.state(decoder, nnx.Param), make_mesh(tensor=8))
+        shardings(nnx.state(random_decoder(narrow), nnx.Param), make_mesh(tensor=2))
+
+
+def test_few_key_heads_and_an_odd_vocabulary_stay_whole():
+    mesh = make_mesh(tensor=8)
     odd = random_decoder(dataclasses.replace(CONFIG, vocab=33))
-    with pytest.raises(
-        ValueError, match="embedding: vocab=33 does not divide over mesh axes tensor=2"
-    ):
-        shardings(nnx.state(odd, nnx.Param), make_mesh(tensor=2))
+    placed = shardings(nnx.state(odd, nnx.Param), mesh)
+    # Of four key heads each of eight devices has all, as of 33 words; of eight query heads it has one.
+    assert placed["layers"]["wk"].get_value().spec == PartitionSpec()
+    assert placed["embedding"].get_value().spec == PartitionSpec()
+    assert placed["layers"]["wq"].get_value().spec == PartitionSpec(None, None, "tensor")
 
 
 def test_an_axis_without_a_rule_is_named():

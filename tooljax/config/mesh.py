@@ -21,7 +21,9 @@ class MeshConfig:
     """Parts that weights and optimizer state are stored in; weights are put together layer by layer where they are
     used, and rows of the batch are split over these devices too."""
     tensor: AxisSize = 1
-    """Parts of attention heads, feed-forward and vocabulary. It must divide the number of key/value heads."""
+    """Parts of attention heads, feed-forward and vocabulary. It must divide the number of query heads, and divide or be
+    a multiple of that of key/value heads: of fewer, each device has all. A vocabulary that does not divide is stored
+    whole on each device."""
     context: AxisSize = 1
     """Parts of a row's tokens, for trajectories too long for one device. It must divide batch.row_lengths."""
     coordinator: str = ""

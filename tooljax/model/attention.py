@@ -49,10 +49,13 @@ def segment_attention(
     """
     rows, keys = layout.spec("batch", "time"), layout.spec("batch")
     queries = layout.spec("batch", "time", "q_heads")
-    # Every device has the keys of all its rows' tokens, also where `context` splits the queries.
-    values = PartitionSpec(layout.splits("batch") or None, None, layout.splits("kv_heads") or None)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
+        heads = k.shape[2]
+        by_heads = layout.splits("kv_heads", heads)
+        # Every device has the keys of all its rows' tokens, also where `context` splits the queries.
+        values = PartitionSpec(layout.splits("batch") or None, None, by_heads or None)
+        shared = layout.splits("q_heads") if not by_heads else ()
         name = chosen(layout, q, k)
         compute = partial(_IMPLEMENTATIONS[name], dtype=dtype)
 
@@ -61,6 +64,9 @@ def segment_attention(
         def part(q: Array, k: Array, v: Array, q_ids: Array, k_ids: Array, *trunks: Array) -> Array:
             split = layout.splits("time")
             first = jax.lax.axis_index(split) * q.shape[1] if split else 0
+            if shared:  # fewer heads than devices: each has all, and takes the one of its queries
+                mine = jax.lax.axis_index(shared) * heads // layout.ways("q_heads")
+                k, v = (jax.lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
             return compute(q, k, v, q_ids, k_ids, first, q_trunks=trunks[0] if trunks else None)
 
         places = (queries, values, values, rows, keys, *(rows for _ in trunks))
