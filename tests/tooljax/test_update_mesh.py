@@ -1,5 +1,6 @@
 """The update on meshes of several devices: on every mesh the log-probs, loss and gradients of one device."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -49,12 +50,12 @@ def layout(sizes: dict[str, int], **settings) -> Layout:
 
 
 @cache
-def params() -> nnx.State:
-    return nnx.split(random_decoder(CONFIG))[1]
+def params(config: DecoderConfig = CONFIG) -> nnx.State:
+    return nnx.split(random_decoder(config))[1]
 
 
-def updater(place: Layout = ONE_DEVICE, **changes):
-    graphdef, _ = nnx.split(random_decoder(CONFIG))
+def updater(place: Layout = ONE_DEVICE, config: DecoderConfig = CONFIG, **changes):
+    graphdef, _ = nnx.split(random_decoder(config))
     return new_updater(graphdef=graphdef, layout=place, kl_coef=0.5, **changes)
 
 
@@ -69,17 +70,17 @@ def batch() -> TrainBatch:
 
 
 @cache
-def on_one_device():
-    one = updater(rows_per_microbatch=8)
-    _, metrics = one.update(one.init(params()), batch())
-    return one.log_probs(params(), batch()), gradient(one, params(), batch()), metrics
+def on_one_device(config: DecoderConfig = CONFIG):
+    one, weights = updater(config=config, rows_per_microbatch=8), params(config)
+    _, metrics = one.update(one.init(weights), batch())
+    return one.log_probs(weights, batch()), gradient(one, weights, batch()), metrics
 
 
-@pytest.mark.parametrize(("sizes", "rows"), MESHES, ids=str)
-def test_every_mesh_and_cut_gives_the_update_of_one_device(sizes, rows):
-    log_probs, gradients, metrics = on_one_device()
-    spread = updater(layout(sizes), rows_per_microbatch=rows)
-    state, found = spread.update(spread.init(params()), batch())
+def checked_update(config: DecoderConfig, sizes: dict[str, int], rows: int):
+    """Metrics and gradients are those of one device; the updater and the state."""
+    _, gradients, metrics = on_one_device(config)
+    spread = updater(layout(sizes), config, rows_per_microbatch=rows)
+    state, found = spread.update(spread.init(params(config)), batch())
     mu = {
         jax.tree_util.keystr(path): np.array(value) / 0.1
         for path, value in jax.tree_util.tree_leaves_with_path(state.opt_state[1].mu)
@@ -89,6 +90,32 @@ def test_every_mesh_and_cut_gives_the_update_of_one_device(sizes, rows):
         assert largest > 1e-3, name
         np.testing.assert_allclose(mu[name], expected, rtol=1e-5, atol=1e-5 * largest)
     assert found == pytest.approx(metrics, rel=1e-5)
+    return spread, state
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, {"tensor": 4, "context": 2}),
+        ({"vocab": 25, "tied_head": True}, {"fsdp": 2, "tensor": 4}),
+    ],
+    ids=str,
+)
+def test_fewer_key_heads_than_devices_and_an_odd_vocabulary_are_shared(changes, sizes):
+    config = replace(CONFIG, **changes)
+    _, state = checked_update(config, sizes, rows=8)
+    wk, embedding = state.params["layers"]["wk"][...], state.params["embedding"][...]
+    # Each device has all heads; all of the vocabulary where it does not divide.
+    heads = 1 if config.kv_heads % sizes["tensor"] else sizes["tensor"]
+    assert wk.addressable_shards[0].data.shape[2] == config.kv_heads // heads
+    parts = 1 if config.vocab % sizes["tensor"] else sizes["tensor"]
+    assert embedding.addressable_shards[0].data.shape[0] == config.vocab // parts
+
+
+@pytest.mark.parametrize(("sizes", "rows"), MESHES, ids=str)
+def test_every_mesh_and_cut_gives_the_update_of_one_device(sizes, rows):
+    log_probs = on_one_device()[0]
+    spread, state = checked_update(CONFIG, sizes, rows)
     # What was sampled comes back whole, in the rows of the batch.
     seen = np.concatenate([one.log_probs for one in spread.seen if one is not None])
     np.testing.assert_allclose(seen, log_probs[: len(seen)], rtol=1e-5, atol=1e-6)
