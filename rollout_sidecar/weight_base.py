@@ -181,13 +181,13 @@ class Base:
         deltas = self._decoded(entries, coded)
         starts = np.array([self._starts[name] for name in names], np.int64)
         moves = Delta(deltas.positions + np.repeat(starts, deltas.counts), deltas.moves)
-        moves.apply(self.bits)
+        new = self.bits[moves.positions] + moves.moves
+        self.bits[moves.positions] = new
         applied._moves.append(moves)
         applied_to(names)
         for entry in entries:
             _check_hash(entry, self.data[entry.name])
         # What did not change was finite before.
-        new = self.bits[moves.positions]
         if not _finite(entries[0].dtype, new):
             for entry, values in zip(
                 entries, np.split(new, np.cumsum(deltas.counts)), strict=False
