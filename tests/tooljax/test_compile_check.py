@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 
+import jax
 import pytest
 from update_cases import CONFIG
 
@@ -111,6 +112,21 @@ def test_what_does_not_fit_is_told_with_the_way_out(folder, compiled, capsys, mo
     out, err = capsys.readouterr()
     assert "| bound |" in out
     assert "gradients needs 0.00 GiB of the 0.00 GiB of a v5e; use more devices, fewer" in err
+
+
+def test_a_program_that_the_compiler_found_no_room_for_is_told(folder, capsys, monkeypatch):
+    """As TPU and GPU compilers say it; CPUs have no limit."""
+    sentence = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.2G of 15.75G hbm.\nmore"
+    )
+
+    def no_room(self, *args, **kwargs):
+        raise jax.errors.JaxRuntimeError(sentence)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", no_room)
+    assert compile_check.main(["--topology", "cpu:8", *arguments(folder, "grpo.kl_coef=0.1")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"tooljax.compile_check: log-probs: {sentence.splitlines()[0]}"
 
 
 def test_the_roofline_is_its_longest_part():
