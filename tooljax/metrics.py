@@ -163,10 +163,7 @@ REGISTRY: dict[str, Metric] = {
         "Them per second of the update, over what the devices can do in bfloat16.", "fraction"
     ),
     "perf/padding_fraction": Metric("Share of the batch that is padding.", "fraction"),
-    "perf/shared_prompt_frac": Metric(
-        "Share of the trajectories' tokens that need not be computed, because others have the same prompt.",
-        "fraction",
-    ),
+    "perf/shared_prompt_frac": Metric("Share of tokens that shared prompts save.", "fraction"),
     "perf/compilations": Metric(
         "Programs that this update had to compile. After a run's first steps: 0.", "programs"
     ),

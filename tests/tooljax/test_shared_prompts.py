@@ -1,4 +1,5 @@
-"""Prompts laid out once for the samples of a group: the loss and gradients of the plain layout, and fewer tokens."""
+"""Prompts laid out once for the samples of a group: the loss and gradients of the plain layout, and fewer tokens; and
+what docs/shared_prompts.md shows."""
 
 import re
 from dataclasses import replace
@@ -7,12 +8,14 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from docs_pages import blocks, read, wrong_names
 from random_decoder import random_decoder
 from test_update_mesh import CONFIG as MESH_CONFIG
 from training_batch_cases import config, trajectory
 from update_cases import CONFIG, gradient, model, new_updater
 
 from tooljax.batch import Batch, PackedBatch, PackItem, packed, unpack, unpack_field
+from tooljax.config import load_config
 from tooljax.packing_shared import PAYS
 from tooljax.sharding import make_layout
 from tooljax.training_batch import make_batch
@@ -220,3 +223,31 @@ def test_a_step_shares_the_prompts_of_its_groups_if_the_config_says_so():
         unpack_field("advantages", shared), unpack_field("advantages", plain), strict=True
     ):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_the_page_shows_a_row_as_it_is_packed_and_a_setting_that_is_taken(tmp_path):
+    page = read("shared_prompts.md")
+    assert list(wrong_names(page)) == []
+    (setting,) = blocks(page, "gin")
+    (tmp_path / "run.gin").write_text(setting)
+    assert load_config([tmp_path / "run.gin"]).batch.shared_prompts == "auto"
+    prompt = [7, 8, 9, 4]
+    group = [
+        PackItem(
+            prompt + own,
+            [False] * 4 + [True] * len(own),
+            1.0,
+            prompt_tokens=4,
+        )
+        for own in ([5, 6], [2])
+    ]
+    (row,) = packed(
+        group, row_lengths=(8,), rows_per_microbatch=1, mixed_lengths=False, shared_prompts=True
+    ).groups
+    (drawing,) = blocks(page, "text")
+    lines = [line.split() for line in drawing.splitlines()[1:]]
+    assert len(lines) == 5
+    for name, *shown in lines:
+        assert [int(cell) for cell in " ".join(shown).replace(".", "0").split()] == [
+            int(x) for x in getattr(row, name)[0]
+        ], name
