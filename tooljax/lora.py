@@ -106,14 +106,18 @@ def merged_params(decoder: Decoder) -> Params:
     for path, param in nnx.to_flat_state(base):
         if path[-1] in lora.targets:
             a, b = (adapters["layers"][f"{path[-1]}_{part}"][...] for part in "ab")
-            param = param.replace(_merged(param.get_value(), a, b, scale=lora.scale))
+            whole = _merged(param.get_value(), a, b, scale=lora.scale, name=path[-1])
+            param = param.replace(whole)
         flat.append((path, param))
     return nnx.from_flat_state(flat)
 
 
-@partial(jax.jit, static_argnames="scale")
-def _merged(weight: Array, a: Array, b: Array, *, scale: float) -> Array:
-    return jax.lax.map(lambda layer: merged(layer[0], layer[1], layer[2], scale), (weight, a, b))
+@partial(jax.jit, static_argnames=("scale", "name"))
+def _merged(weight: Array, a: Array, b: Array, *, scale: float, name: str) -> Array:
+    def one(part: tuple[Array, Array, Array, Array]) -> Array:
+        return merged(part[0], part[1], part[2], scale, name=name, layer=part[3])
+
+    return jax.lax.map(one, (weight, a, b, jnp.arange(weight.shape[0])))
 
 
 def is_adapters(params: Any) -> bool:

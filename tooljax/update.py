@@ -61,6 +61,8 @@ class Frozen(NamedTuple):
     """Of a decoder with adapters."""
     base: Params
     """Its other weights, in the model's dtype. No update changes them."""
+    adapters: Params
+    """As they start: their shapes and placements are wanted."""
 
 
 class Updater:
@@ -313,10 +315,13 @@ class Updater:
         return TrainState(master, self._optimizer.init(master), jnp.zeros((), jnp.int32))
 
     def _complete(self, params: Params) -> Any:
-        """All that a decoder is made of, given that or adapters alone."""
-        if self._frozen is None or not is_adapters(params):
+        """All that a decoder is made of, given that, adapters alone or weights without adapters."""
+        if self._frozen is None or isinstance(params, Adapted):
             return params
-        return Adapted(params, self._frozen.base)
+        if is_adapters(params):
+            return Adapted(params, self._frozen.base)
+        # By the same program, so that the policy and its reference are rounded alike.
+        return Adapted(self._in_model_dtype(self._zeros(self._frozen.adapters)), params)
 
     def _decoder(self, params: Any) -> Decoder:
         if isinstance(params, Adapted):

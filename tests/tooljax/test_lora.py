@@ -19,8 +19,10 @@ from tooljax.config.schema import LoraConfig
 from tooljax.lora import is_adapters, lora_of
 from tooljax.model import hf
 from tooljax.model.adapters import Lora, merged
+from tooljax.model.decoder import _dense
 from tooljax.model.flops import adapter_weights, forward_flops, layer_weights, update_flops
 from tooljax.policy import abstract_state
+from tooljax.sharding import ONE_DEVICE
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
 
@@ -261,13 +263,48 @@ def test_scales():
     assert Lora(8, 16.0, ("wq",)).scale == 2.0
     assert Lora(16, 16.0, ("wq",), rank_stabilized=True).scale == 4.0
     # (1) + 0.5 (2 3) (4 5)' = 1 + 0.5 (8 + 15) = 12.5, by hand
-    one = merged(jnp.ones((1, 1)), jnp.asarray([[2.0, 3.0]]), jnp.asarray([[4.0], [5.0]]), 0.5)
+    given = {"name": "wq", "layer": jnp.int32(0)}
+    a, b = jnp.asarray([[2.0, 3.0]]), jnp.asarray([[4.0], [5.0]])
+    one = merged(jnp.ones((1, 1)), a, b, 0.5, **given)
     np.testing.assert_array_equal(one, [[12.5]])
     # Heads are axes of their own.
     a, b = jnp.ones((2, 3, 5)), jnp.ones((5, 7))
     np.testing.assert_array_equal(
-        merged(jnp.zeros((2, 3, 7)), a, b, 2.0), jnp.full((2, 3, 7), 10.0)
+        merged(jnp.zeros((2, 3, 7)), a, b, 2.0, **given), jnp.full((2, 3, 7), 10.0)
     )
+
+
+def test_small_changes_of_bfloat16_weights_are_merged_on_average():
+    """1 and the next bfloat16 above it are 1/128 apart. A change of a quarter of that moves a quarter of the weights,
+    the same ones each time, and where nothing changes, nothing moves."""
+    given = {"name": "wq", "layer": jnp.int32(1)}
+    weight, a = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((256, 1))
+    quarter = jnp.full((1, 64), 1 / 512)
+    first = np.asarray(merged(weight, a, quarter, 1.0, **given), np.float64)
+    assert set(np.unique(first)) == {1.0, 1 + 1 / 128}
+    assert first.mean() - 1 == pytest.approx(1 / 512, rel=0.1)
+    again = np.asarray(merged(weight, a, 2 * quarter, 1.0, **given), np.float64)
+    assert again.mean() - 1 == pytest.approx(2 / 512, rel=0.1)
+    assert np.all(again >= first)
+    below = np.asarray(merged(-weight, a, -quarter, 1.0, **given), np.float64)
+    np.testing.assert_array_equal(below, -first)
+    np.testing.assert_array_equal(merged(weight, a, 0 * quarter, 1.0, **given), weight)
+
+
+def test_a_bfloat16_product_keeps_what_adapters_add():
+    """They add about 1/1000 to products of about 0.8, which are 1/256 apart in bfloat16."""
+    cfg = replace(SHAPE, dtype="bfloat16", lora=Lora(1, 1.0, ("w_up",)))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.uniform(0.5, 1.5, (1, 4096, 16)), jnp.bfloat16)
+    weight = jnp.asarray(rng.uniform(0, 0.1, (16, 32)), jnp.bfloat16)
+    a, b = jnp.full((16, 1), 1 / 64, jnp.bfloat16), jnp.full((1, 32), 1 / 256, jnp.bfloat16)
+    params = {"w_up": weight, "w_up_a": a, "w_up_b": b}
+    out, base = (
+        np.asarray(_dense(one, params, ONE_DEVICE, "TD,DF->TF", x, "w_up"), np.float64)
+        for one in (cfg, replace(cfg, lora=None))
+    )
+    added = np.asarray(x, np.float64)[0].sum(-1).mean() / 64 / 256
+    assert (out - base).mean() == pytest.approx(added, rel=0.05)
 
 
 def test_targets_are_named_as_in_a_checkpoint():

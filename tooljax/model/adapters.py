@@ -3,13 +3,17 @@
 A weight W [in, out] that is a target gets A [in, rank] and B [rank, out], and its product becomes x W + scale (x A) B:
 W is not written to, so it needs no gradient, and neither W + scale A B nor its gradient ever exists.
 
+Beside a bfloat16 W the two products are one, [x, scale x A] [W; B], whose sum is rounded once. Rounded first, x W would
+swallow what is smaller than half its last bit, which is most of what adapters say while they are young.
+
 Differs from the paper: A starts uniform between plus and minus 1/sqrt(in), as in its authors' code and in PEFT, so that
 learning rates mean the same; B starts at 0, so that the first update begins at the very weights that were loaded. There
 is no dropout, which would make the trainer's log-probs others than the engine's.
 """
 
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -61,6 +65,18 @@ def is_adapter(name: str) -> bool:
     return name.endswith(("_a", "_b"))
 
 
+def adapted_product(
+    x: Array, weight: Array, a: Array, b: Array, scale: float, product: Callable[..., Array]
+) -> Array:
+    """x W + scale (x A) B in one product [T, out...] of x [T, in...]; `product` is an einsum."""
+    rows = x.reshape(x.shape[0], -1)
+    inputs, rank = rows.shape[1], b.shape[0]
+    low = product("TI,IR->TR", rows, a.reshape(inputs, rank)) * scale
+    both = jnp.concatenate([rows, low], axis=1)
+    stacked = jnp.concatenate([weight.reshape(inputs, -1), b.reshape(rank, -1)])
+    return product("TI,IO->TO", both, stacked).reshape(x.shape[0], *b.shape[1:])
+
+
 def initial_adapter(key: Array, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """An A or B [layer, ...] before the first update."""
     if name.endswith("_b"):
@@ -69,9 +85,22 @@ def initial_adapter(key: Array, name: str, shape: tuple[int, ...], dtype: jnp.dt
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
 
-def merged(weight: Array, a: Array, b: Array, scale: float) -> Array:
-    """W + scale A B of one layer, added up in float32 and rounded to W's dtype: what an engine is given."""
+def merged(weight: Array, a: Array, b: Array, scale: float, *, name: str, layer: Array) -> Array:
+    """W + scale A B of one layer, added up in float32 and rounded to W's dtype: what an engine is given.
+
+    A bfloat16 W is rounded down or up by where the sum lies between the two against a threshold of its own, which is
+    the same in every call: the nearest would be W itself for as long as a change is smaller than half its last bit,
+    and most of a low-rank change would be lost. So single weights are off by up to a bit, their products are not.
+    """
     product = jnp.tensordot(
         a.astype(jnp.float32), b.astype(jnp.float32), axes=1, precision=jax.lax.Precision.HIGHEST
     )
-    return (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)
+    wide = weight.astype(jnp.float32) + scale * product
+    if weight.dtype != jnp.bfloat16:
+        return wide.astype(weight.dtype)
+    key = jax.random.fold_in(jax.random.key(zlib.crc32(name.encode())), layer)
+    thresholds = jax.random.bits(key, wide.shape, jnp.uint16).astype(jnp.uint32)
+    # The upper half of a float32 is the bfloat16 below it, towards 0; a carry out of the lower half makes it the next.
+    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32) + thresholds
+    upper = jax.lax.shift_right_logical(bits, jnp.uint32(16)).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tooljax.model.adapters import Lora, adapter_shapes, initial_adapter
+from tooljax.model.adapters import Lora, adapted_product, adapter_shapes, initial_adapter
 from tooljax.model.attention import Attend, segment_attention
 from tooljax.model.precision import matmul_precision
 from tooljax.model.remat import Remat, rematerialised
@@ -187,7 +187,7 @@ def block(
     layout: Layout = ONE_DEVICE,
 ) -> Float[Array, "batch time embed"]:
     """One decoder layer: x [B T D] plus attention plus gated feed-forward, both pre-normalised."""
-    dense = partial(_dense, params, layout=layout, scale=cfg.lora.scale if cfg.lora else 0.0)
+    dense = partial(_dense, cfg, params, layout)
     y = rms_norm(x, params["attn_norm"], cfg.norm_eps)
     q = dense("TD,DNH->TNH", y, "wq")
     k = dense("TD,DNH->TNH", y, "wk")
@@ -212,20 +212,26 @@ def block(
 
 
 def _dense(
-    params: LayerParams, subscripts: str, x: Array, name: str, *, layout: Layout, scale: float
+    cfg: DecoderConfig, params: LayerParams, layout: Layout, subscripts: str, x: Array, name: str
 ) -> Array:
-    """einsum of x [B T ...] and a weight, with batch and time as one axis, T in `subscripts`; plus scale (x A) B where
-    the weight has an adapter.
+    """einsum of x [B T ...] and a weight, with batch and time as one axis, T in `subscripts`; and of its adapter.
 
     One axis, because XLA on CPU computes the weight's gradient, a sum over both, three times slower over two.
     """
     rows = layout.merged(x)
     product = partial(jnp.einsum, precision=matmul_precision(x.dtype))
-    out = product(subscripts, rows, params[name])
-    if f"{name}_a" in params:
-        inputs, outputs = subscripts.split(",")[0], subscripts.split("->")[1]
-        low = product(f"{inputs},{inputs[1:]}R->TR", rows, params[f"{name}_a"])
-        out = out + product(f"TR,R{outputs[1:]}->{outputs}", low * scale, params[f"{name}_b"])
+    if cfg.lora is None or f"{name}_a" not in params:
+        return layout.parted(product(subscripts, rows, params[name]), x.shape[0])
+    weight, a, b = (params[part] for part in (name, f"{name}_a", f"{name}_b"))
+    inputs, outputs = subscripts.split(",")[0], subscripts.split("->")[1]
+    summed = layer_shapes(cfg)[name][1][: len(inputs) - 1]
+    # Inputs that are spread over devices cannot have those of B beside them.
+    if x.dtype == jnp.bfloat16 and all(layout.ways(axis) == 1 for axis in summed):
+        out = adapted_product(rows, weight, a, b, cfg.lora.scale, product)
+    else:
+        low = product(f"{inputs},{inputs[1:]}R->TR", rows, a) * cfg.lora.scale
+        out = product(subscripts, rows, weight)
+        out = out + product(f"TR,R{outputs[1:]}->{outputs}", low, b)
     return layout.parted(out, x.shape[0])
 
 

@@ -227,7 +227,11 @@ def _to_flat(
     """One layer of a stacked weight, as a checkpoint has it, with its adapter merged if one is given with it. `layer`
     is traced: one compilation serves all layers."""
     parts = [jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in stacked]
-    tensor = parts[0] if len(parts) == 1 else merged(parts[0], parts[1], parts[2], scale)
+    if len(parts) == 1:
+        tensor = parts[0]
+    else:
+        weight, a, b = parts
+        tensor = merged(weight, a, b, scale, name=name, layer=jnp.asarray(layer))
     flat = flat_shape(name, shape)
     return tensor.reshape(flat[::-1]).T if is_linear(name) else tensor.reshape(flat)
 
