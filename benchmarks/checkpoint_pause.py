@@ -66,7 +66,7 @@ def main() -> int:
     policy, updater = make_trainer(args.size)
     batch = make_batch(args.rows, policy.shape.vocab)
     state, _ = updater.update(updater.init(policy.params), batch)  # compiles
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(updater.saved(state)))
     print(
         f"{args.size} parameters, state of {nbytes / 1e6:,.0f} MB, {args.rows} rows of 512 tokens on "
         f"{jax.devices()[0].device_kind}; {args.saves} saves, one every {args.every} steps\n"
@@ -143,7 +143,7 @@ def measure(
             assert metrics["optim/skipped"] == 0, metrics
             if step % args.every == 0:
                 begun = time.perf_counter()
-                checkpointer.save(step, state, {}, block=block)
+                checkpointer.save(step, updater.saved(state), {}, block=block)
                 found.pauses.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         checkpointer.wait()

@@ -23,8 +23,8 @@ import orbax.checkpoint as ocp
 
 log = logging.getLogger("tooljax")
 
-FORMAT = 2
-"""Of the envelope around `extra`."""
+FORMAT = 3
+"""Of the envelope around `extra`, and of a training state."""
 
 Layout = dict[str, str]
 """What a step holds, by pytree path: "float32[8, 4]"."""

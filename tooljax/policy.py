@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from tooljax.adapter_files import read_adapter, write_adapter
@@ -69,9 +70,12 @@ class Policy:
         return nnx.merge(self.graphdef, params)
 
     def tensors(self, params: Params) -> Iterator[tuple[str, jax.Array]]:
-        """Weights under their Hugging Face names, as they are pushed; adapters are merged, one at a time."""
+        """Weights under their Hugging Face names, as they are pushed; adapters are merged, one at a time. None is one
+        of the arrays given, which an update may consume."""
         decoder = self.decoder(params)
-        return hf.to_hf(decoder.cfg, decoder)
+        given = {id(leaf) for leaf in jax.tree.leaves(params)}
+        for name, tensor in hf.to_hf(decoder.cfg, decoder):
+            yield name, jnp.copy(tensor) if id(tensor) in given else tensor
 
     def whole(self, params: Params) -> Params:
         """All weights, adapters merged: a second copy of those that have any."""
@@ -128,6 +132,9 @@ def make_updater(
         b2=config.optimizer.b2,
         eps=config.optimizer.eps,
         clip_norm=config.optimizer.clip_norm,
+        rounding=config.optimizer.rounding,
+        seed=config.run.seed,
+        offload=config.optimizer.offload,
     )
     return Updater(
         policy.graphdef,
@@ -138,25 +145,13 @@ def make_updater(
         rows_per_microbatch=config.batch.rows_per_microbatch,
         remat=config.model.remat,
         layout=policy.layout,
-        frozen=_frozen(policy),
+        frozen=Frozen(policy.adapters.graphdef, policy.params) if policy.adapters else None,
     )
-
-
-def _frozen(policy: Policy) -> Frozen | None:
-    if policy.adapters is None:
-        return None
-    return Frozen(policy.adapters.graphdef, policy.params, policy.adapters.params)
 
 
 def abstract_state(updater: Updater, params: Params) -> TrainState:
-    """Shapes, dtypes and placements of a training state, without computing one: what a checkpoint is restored into.
+    """What a checkpoint is restored into, and `updater.restored` makes a training state of: shapes, dtypes, placements.
 
     The checkpoint may be of another mesh: each device reads its part of what was saved.
     """
-    state = jax.eval_shape(updater.init, params)
-    places = updater.placement(state)
-    if places is None:
-        return state
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
-    )
+    return updater.saved(updater.abstract(params))

@@ -4,8 +4,9 @@ Log-probs are of the sampled tokens only, in float32, under the temperature they
 in `tooljax.objective`. A batch is cut into microbatches of static shape, whose gradients add up: with denominators of
 the whole batch, the cut does not change the result. Their number may differ from step to step without compiling anew.
 
-Trained weights are float32 also when the model computes in bfloat16: an update of 1e-6 would vanish in a bfloat16
-weight. They are rounded once an update, as are the weights that are sent to the engines.
+Weights are in the model's dtype: what the loss uses, and what is sent to the engines. How those of bfloat16 take
+steps that are too small for them is the optimizer's business (`tooljax.optimizer`). Adapters are float32, and rounded
+for use.
 
 On a mesh every program is of the whole arrays, and `tooljax.sharding` says where their parts are: weights, moments and
 gradients where the rules put them, rows of a microbatch over `data` and `fsdp`. What an update says is the same on
@@ -13,6 +14,7 @@ every mesh, up to the order of sums.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -22,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from tooljax.batch import Batch, PackedBatch, TrainBatch
 from tooljax.compilations import Compilations
@@ -31,27 +33,15 @@ from tooljax.model.decoder import Decoder
 from tooljax.model.remat import Remat, check_remat
 from tooljax.objective import LARGEST, Means, Objective, SftObjective
 from tooljax.optimizer import Optimizer
-from tooljax.pytree import pytree_dataclass
 from tooljax.sampled import Sampled, sampled_log_probs
-from tooljax.sharding import ONE_DEVICE, Layout, alike, shardings
+from tooljax.sharding import HOST_MEMORY, ONE_DEVICE, Layout, shardings
+from tooljax.train_state import Params as Params
+from tooljax.train_state import TrainState as TrainState
+from tooljax.train_state import first_state, made_in_place, placement
 from tooljax.work import Work
-
-Params = Any
-"""The weights of a decoder, as nnx.split gives them."""
 
 Loss = Literal["grpo", "sft"]
 Metrics = dict[str, float]
-
-
-@pytree_dataclass
-class TrainState:
-    """What an update changes."""
-
-    params: Params
-    """float32. With adapters these alone."""
-    opt_state: Any
-    step: Int[Array, ""]
-    """Updates made, counting those that were skipped."""
 
 
 class Frozen(NamedTuple):
@@ -95,10 +85,15 @@ class Updater:
         self._objectives: dict[str, Objective] = {"grpo": objective, "sft": SftObjective()}
         self._rows = rows_per_microbatch
         check_remat(remat, layout)
+        if optimizer.offload:
+            layout.check_host_memory("optimizer.offload=True", "set optimizer.offload = False")
         self._remat: Remat = remat
         self.layout = layout
         """Where everything is."""
         self._cast = jax.jit(self._rounded)
+        self._narrow = jax.jit(
+            lambda x: jax.device_put(x, jax.memory.Space.Device).astype(self._dtype)
+        )
         self._zeros = jax.jit(self._no_gradients)
         self._forward = jax.jit(self._forward_only)
         self._accumulate: dict[str, Callable] = {
@@ -120,26 +115,41 @@ class Updater:
 
     def init(self, params: Params) -> TrainState:
         """The state before the first update. Copies `params`: they stay usable, for example as the reference."""
-        if self.layout.mesh is None:
-            return self._first_state(params)
-        places = self.placement(jax.eval_shape(self._first_state, params))
-        return jax.jit(self._first_state, out_shardings=places)(params)
+        return made_in_place(self._optimizer, self.layout, params)
+
+    def abstract(self, params: Params) -> TrainState:
+        """Shapes, dtypes and placements of a state, without making one."""
+        state = jax.eval_shape(lambda: first_state(self._optimizer, params))
+        places = self.placement(state)
+        if places is None:
+            return state
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+        )
+
+    def saved(self, state: TrainState) -> TrainState:
+        """What a checkpoint must hold of a state: not the weights, where they are rounded master weights."""
+        rounded = state.opt_state.master is not None
+        return replace(state, params=None) if rounded else state
+
+    def restored(self, saved: TrainState) -> TrainState:
+        """The state of which that was saved."""
+        if saved.params is not None:
+            return saved
+        params = jax.tree.map(self._narrow, saved.opt_state.master)
+        if self.layout.mesh is not None:
+            params = jax.device_put(params, shardings(params, self.layout.mesh))
+        return replace(saved, params=params)
 
     def placement(self, state: TrainState) -> TrainState | None:
-        """Where each array of a state is, which may be abstract; None if all are on one device."""
-        mesh = self.layout.mesh
-        if mesh is None:
-            return None
-        params = shardings(state.params, mesh)
-        moments = alike(state.opt_state, state.params, params, mesh)
-        places = [*jax.tree.leaves(params), *jax.tree.leaves(moments), self.layout.whole]
-        return jax.tree.unflatten(jax.tree.structure(state), places)
+        """Where each array of a state is, which may be abstract; None if all are in the memory of one device."""
+        return placement(state, self.layout, self._optimizer)
 
     def compute_params(self, state: TrainState) -> Params:
         """The trained weights in the model's dtype: what the loss uses, and what is sent to the engines; with adapters
         these alone, and merged on their way.
 
-        For a float32 model these are the very arrays of `state`, which the next update consumes.
+        Without adapters these are the very arrays of `state`, which the next update consumes.
         """
         return self._in_model_dtype(state.params)
 
@@ -225,7 +235,7 @@ class Updater:
         means = {name: scalar() for name in self._objectives["grpo"].metrics(microbatch)}
         bounds = {name: scalar(2) for name in limits}
         accumulate: Any = self._accumulate["grpo"]
-        casts = self._dtype != jnp.float32
+        casts = any(x.dtype != self._dtype for x in jax.tree.leaves(state.params))
         return ({"cast": self._cast.lower(state.params)} if casts else {}) | {
             "log-probs": self._forward.lower(weights, microbatch),
             "gradients": accumulate.lower((gradients, means), weights, microbatch, scalar()),
@@ -280,17 +290,12 @@ class Updater:
         for name, (low, high) in limits.items():
             value = norm if name == "optim/grad_norm" else means[name]
             made &= (low <= value) & (value <= high)
-        rate = self._optimizer.learning_rate(state.step)
-        direction, opt_state = self._optimizer.direction(gradients, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, d: p - rate * d, state.params, direction)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(made, new, old),
-            (params, opt_state),
-            (state.params, state.opt_state),
+        params, opt_state = self._optimizer.update(
+            state.params, gradients, state.opt_state, step=state.step, norm=norm, made=made
         )
         return self._in_place(TrainState(params, opt_state, state.step + 1)), means | {
             "optim/grad_norm": norm,
-            "optim/learning_rate": rate,
+            "optim/learning_rate": self._optimizer.learning_rate(state.step),
             "optim/skipped": 1.0 - made.astype(jnp.float32),
         }
 
@@ -299,7 +304,7 @@ class Updater:
     def _skipped(self, state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
         """An update without a token to learn from."""
         rate = float(self._optimizer.learning_rate(state.step))
-        state = TrainState(state.params, state.opt_state, state.step + 1)
+        state = replace(state, step=state.step + 1)
         return state, metrics | {"optim/skipped": 1.0, "optim/learning_rate": rate}
 
     def _prepared(self, params: Params, batch: Batch) -> Any:
@@ -309,10 +314,6 @@ class Updater:
     def _in_model_dtype(self, params: Params) -> Params:
         same = all(leaf.dtype == self._dtype for leaf in jax.tree.leaves(params))
         return params if same else self._cast(params)
-
-    def _first_state(self, params: Params) -> TrainState:
-        master = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-        return TrainState(master, self._optimizer.init(master), jnp.zeros((), jnp.int32))
 
     def _complete(self, params: Params) -> Any:
         """All that a decoder is made of, given that, adapters alone or weights without adapters."""
@@ -342,12 +343,18 @@ class Updater:
     def _stored(self, params: Params) -> Params:
         """Inside what is compiled: weights, or what mirrors them, where weights are stored."""
         mesh = self.layout.mesh
-        return params if mesh is None else _pinned(params, shardings(params, mesh))
+        return params if mesh is None else jax.tree.map(_placed, params, shardings(params, mesh))
 
     def _in_place(self, state: TrainState) -> TrainState:
         places = self.placement(state)
-        return state if places is None else _pinned(state, places)
+        if places is None:
+            return state
+        return jax.tree.map(
+            # What is in the host's memory has been put there, part by part.
+            lambda x, place: x if place.memory_kind == HOST_MEMORY else _placed(x, place),
+            state,
+            places,
+        )
 
 
-def _pinned(tree: Any, places: Any) -> Any:
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, places)
+_placed = jax.lax.with_sharding_constraint

@@ -83,7 +83,7 @@ def checked_update(config: DecoderConfig, sizes: dict[str, int], rows: int):
     state, found = spread.update(spread.init(params(config)), batch())
     mu = {
         jax.tree_util.keystr(path): np.array(value) / 0.1
-        for path, value in jax.tree_util.tree_leaves_with_path(state.opt_state[1].mu)
+        for path, value in jax.tree_util.tree_leaves_with_path(state.opt_state.mu)
     }
     for name, expected in gradients.items():
         largest = np.abs(expected).max()
@@ -134,7 +134,7 @@ def test_every_mesh_and_cut_gives_the_update_of_one_device(sizes, rows):
 def test_weights_and_moments_are_stored_in_parts():
     spread = updater(layout({"data": 2, "fsdp": 2, "tensor": 2}), rows_per_microbatch=8)
     state = spread.init(params())
-    for tree in (state.params, state.opt_state[1].mu, state.opt_state[1].nu):
+    for tree in (state.params, state.opt_state.mu, state.opt_state.nu):
         wq = tree["layers"]["wq"][...]
         assert wq.sharding.spec == PartitionSpec(None, "fsdp", "tensor")
         assert wq.addressable_shards[0].data.shape == (2, 4, 2, 4)

@@ -53,6 +53,7 @@ def new_updater(*, learning_rate: float = 0.01, kl_coef: float = 0.0, **changes)
         b2=0.99,
         eps=1e-8,
         clip_norm=1e9,
+        **{name: changes.pop(name) for name in ("rounding", "seed", "offload") if name in changes},
     )
     settings = {
         "dtype": "float32",
@@ -95,7 +96,7 @@ def changed(state: TrainState) -> dict[str, np.ndarray]:
 def gradient(updater: Updater, params, batch, loss: Any = "grpo") -> dict[str, np.ndarray]:
     """The accumulated gradient, read from Adam's first moment after one step: mu = (1 - b1) gradient."""
     state, _ = updater.update(updater.init(params), batch, loss=loss)
-    mu = state.opt_state[1].mu
+    mu = state.opt_state.mu
     leaves = jax.tree_util.tree_leaves_with_path(mu)
     return {jax.tree_util.keystr(path): np.array(value) / 0.1 for path, value in leaves}
 

@@ -52,6 +52,12 @@ def _problems(config: Config) -> Iterator[Problem]:
     yield from _row_lengths(config)
     yield from _reward(config)
     yield from _mesh(config)
+    if config.optimizer.rounding == "stochastic" and config.model.dtype == "float32":
+        yield (
+            ("optimizer.rounding", "model.dtype"),
+            "optimizer.rounding='stochastic' is of bfloat16 weights, and model.dtype='float32' rounds nothing; set "
+            "optimizer.rounding = 'master', or model.dtype = 'bfloat16'",
+        )
     if config.evaluate.every_steps and not config.data.eval:
         yield (
             ("evaluate.every_steps", "data.eval"),

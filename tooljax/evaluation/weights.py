@@ -63,7 +63,7 @@ class Trained:
             found = checkpointer.restore(abstract_state(updater, policy.trained), step=self.step)
         if found is None:
             raise CheckpointError(f"step {self.step} of {self._checkpoints} is no longer there")
-        return policy.tensors(updater.compute_params(found[1]))
+        return policy.tensors(updater.compute_params(updater.restored(found[1])))
 
     def _find(self, wanted: str) -> int | None:
         with Checkpointer(self._checkpoints, keep=self._config.checkpoint.keep) as checkpointer:
