@@ -79,4 +79,4 @@ def describe(error: BaseException) -> str:
 
 def safe_text(text: str) -> str:
     """Text that UTF-8 can hold: a policy may write half of a surrogate pair as a JSON escape."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

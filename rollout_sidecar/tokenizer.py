@@ -8,9 +8,9 @@ the same conversation has the same tokens tomorrow.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ FIXED_NOW = datetime(2024, 7, 26)
 
 SENTINEL = "tooljaxSentinel"
 """Stands for an assistant's content where only the text around it is wanted."""
+
+KEPT_TEXTS, MAX_KEPT_CHARACTERS = 512, 2**14
+"""So many texts, and none longer, are kept with their ids: encoding is most of what a turn costs."""
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
@@ -181,6 +184,16 @@ class ChatTokenizer:
 
     def encode(self, text: str, *, plain: bool = False) -> list[int]:
         """Token ids of `text`; nothing is added. With `plain`, texts of control tokens become ordinary tokens."""
+        if len(text) > MAX_KEPT_CHARACTERS:
+            return self._encode(text, plain)
+        return list(self._kept(text, plain))
+
+    @cached_property
+    def _kept(self) -> Callable[[str, bool], list[int]]:
+        # The samples of a group begin with the same prompt, and many tools have few answers.
+        return lru_cache(maxsize=KEPT_TEXTS)(self._encode)
+
+    def _encode(self, text: str, plain: bool) -> list[int]:
         if not plain:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         ids = self._plain.encode(text, add_special_tokens=False).ids

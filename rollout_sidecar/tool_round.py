@@ -33,7 +33,10 @@ class ToolRound:
         """Runs all at once; those beyond the limit are answered without being run."""
         started = time.monotonic()
         try:
-            await asyncio.gather(*map(self._run, range(len(self._calls))))
+            if len(self._calls) == 1:
+                await self._run(0)
+            else:
+                await asyncio.gather(*map(self._run, range(len(self._calls))))
         finally:
             self.seconds = time.monotonic() - started
 

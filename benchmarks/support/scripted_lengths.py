@@ -85,14 +85,17 @@ class AlwaysCalls(BaseFormat):
 
 
 class NoOpTool(BaseTool):
-    """Answers at once."""
+    """Answers at once, each time with another text, so that nothing is gained by keeping its tokens."""
 
     def __init__(self, characters: int):
         properties = {"text": {"type": "string", "description": "Anything."}}
         parameters = {"type": "object", "properties": properties, "required": ["text"]}
         function = {"name": "tool", "description": "Does nothing.", "parameters": parameters}
         super().__init__({}, {"type": "function", "function": function})
-        self._answer = "x" * characters
+        self._characters = characters
+        self._answers = 0
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any):
-        return ToolResponse(text=self._answer), 0.0, {}
+        self._answers += 1
+        text = f"{self._answers:0{self._characters}d}"
+        return ToolResponse(text=text), 0.0, {}

@@ -110,8 +110,10 @@ def accepted_kwargs(
     name_or_path: str, function: RewardFunction, kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """What a function is given of `kwargs`: all if it was named, what it takes if it was chosen by data_source."""
+    if name_or_path or not kwargs:
+        return kwargs
     parameters = _parameters(function)
-    if name_or_path or parameters is None:
+    if parameters is None:
         return kwargs
     return {key: value for key, value in kwargs.items() if key in parameters}
 

@@ -359,7 +359,7 @@ async def test_functions_in_files_sync_and_async(tmp_path: Path):
     ("name", "source", "message"),
     [
         ("", "mine", "no built-in reward for data_source 'mine' .*path/to/file.py:function"),
-        ("gsm9k", "", "unknown reward 'gsm9k'; there are: code, gsm8k, math, .* or give path"),
+        ("gsm9k", "", "unknown reward 'gsm9k'; there are: code, gsm8k, .*math, .* or give path"),
         ("FOLDER/none.py:f", "", r"reward: .*none\.py: no such file"),
         ("FOLDER/reward.py", "", "has no function 'compute_score'; it has: g"),
         ("FOLDER/reward.txt:f", "", "unknown reward"),

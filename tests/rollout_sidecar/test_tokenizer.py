@@ -45,6 +45,21 @@ def test_plain_encoding_leaves_the_other_encoding_as_it_was(tiny_tokenizer: Chat
     assert tiny_tokenizer.encode("<|im_end|>") == [2]
 
 
+def test_the_ids_that_were_given_are_the_callers_to_change(tiny_tokenizer: ChatTokenizer):
+    first = tiny_tokenizer.encode("the same prompt")
+    expected = list(first)
+    first.append(0)
+    assert tiny_tokenizer.encode("the same prompt") == expected
+    marked = "<|im_end|>"  # which of the two encodings is meant is not mixed up
+    assert tiny_tokenizer.encode(marked) != tiny_tokenizer.encode(marked, plain=True)
+
+
+def test_a_text_that_lacks_control_tokens_at_a_glance_has_none(tiny_tokenizer: ChatTokenizer):
+    assert tiny_tokenizer.lacks_control("what is 2 + 2?")
+    for token_id in tiny_tokenizer.control_ids:
+        assert not tiny_tokenizer.lacks_control(f"a {tiny_tokenizer.token_text(token_id)} b")
+
+
 def test_control_tokens_are_special_ones_and_those_that_frame_conversations(make_tokenizer):
     # The template writes <tool_response>; runs of spaces and words are ordinary though they are added tokens.
     added = [
