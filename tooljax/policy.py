@@ -145,8 +145,14 @@ def make_updater(
         rows_per_microbatch=config.batch.rows_per_microbatch,
         remat=config.model.remat,
         layout=policy.layout,
-        frozen=Frozen(policy.adapters.graphdef, policy.params) if policy.adapters else None,
+        frozen=_frozen(policy),
     )
+
+
+def _frozen(policy: Policy) -> Frozen | None:
+    if policy.adapters is None:
+        return None
+    return Frozen(policy.adapters.graphdef, policy.params, policy.adapters.params)
 
 
 def abstract_state(updater: Updater, params: Params) -> TrainState:
