@@ -172,8 +172,7 @@ class Sidecars:
         for call in rest:
             with suppress(BaseException):  # who began it does not ask any more
                 call.result()
-        for client in self._clients:
-            self._loop.run(client.__aexit__(None, None, None))
+        self._loop.run(self.fleet.close())
         self._loop.close()
 
     def info(self) -> list[Info]:

@@ -13,16 +13,24 @@ from rollout_sidecar.tools.base import BaseTool, ToolResponse
 from tooljax.config import Config
 from tooljax.rollouts import Groups, Sidecars
 
+LATE = '<tool_call>{"name": "wait", "arguments": {"s": 1}}</tool_call>'
 CALL = '<tool_call>{"name": "wait", "arguments": {}}</tool_call>'
 
 
 class Waiting(BaseTool):
-    """Never answers; knows how many of its instances are open."""
+    """Never answers, unless it is told when; knows how many of its instances are open."""
 
     def __init__(self):
-        function = {"name": "wait", "parameters": {"type": "object", "properties": {}}}
+        function = {
+            "name": "wait",
+            "parameters": {"type": "object", "properties": {"s": {"type": "number"}}},
+        }
         super().__init__({}, {"type": "function", "function": function})
         self.created = self.open = 0
+        self.cut: set[str] = set()
+        """Instances whose call was cut off."""
+        self.may_close = True
+        """Whether those can be closed."""
 
     async def create(self, instance_id=None, **kwargs):
         self.created += 1
@@ -30,10 +38,24 @@ class Waiting(BaseTool):
         return instance_id, ToolResponse()
 
     async def execute(self, instance_id, parameters, **kwargs):
-        await asyncio.sleep(60)
+        try:
+            await asyncio.sleep(parameters.get("s", 60))
+        except asyncio.CancelledError:
+            self.cut.add(instance_id)
+            raise
+        return ToolResponse(text="late"), 0.0, {}
 
     async def release(self, instance_id, **kwargs):
+        while instance_id in self.cut and not self.may_close:
+            await asyncio.sleep(0.01)
         self.open -= 1
+
+    def all_closed(self) -> bool:
+        """Soon."""
+        end = time.monotonic() + 20
+        while self.open and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self.open
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +76,7 @@ def roll(sidecars: Sidecars, tasks: int, samples: int, **kwargs: Any) -> Groups:
         samples=samples,
         seed=(5,),
         sampling=SamplingParams(),
-        limits=Limits(max_tokens_per_turn=64),
+        limits=Limits(max_tokens_per_turn=80),
         **kwargs,
     )
 
@@ -86,8 +108,9 @@ def test_stragglers_of_a_group_with_a_quorum_are_aborted_and_the_rest_is_in_orde
             on_progress=lambda *done: seen.append(done),
         )
         took = time.monotonic() - started
-        # Released by then: the sidecars are as if nothing had happened.
-        assert (tool.created, tool.open) == (12, 0)
+        # Released: the sidecars are as if nothing had happened.
+        assert tool.created == 12
+        assert tool.all_closed()
         again = roll(sidecars, 1, 1, quorum=0.5)
     assert 1.0 <= took < 10
     done, lost = "completed", "aborted"
@@ -101,6 +124,39 @@ def test_stragglers_of_a_group_with_a_quorum_are_aborted_and_the_rest_is_in_orde
     assert late.error.startswith("still under way when its group had a quorum")
     assert seen == [(n, 12) for n in range(1, 10)]
     assert statuses(again) == [[done]]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "samples", "options", "count"),
+    [
+        (2, 1, {"wanted": 1}, 1),
+        (1, 2, {"quorum": 0.5}, 1),
+        # Beside the group whose straggler is aborted, another one of the same request goes on.
+        (8, 3, {"quorum": 0.5, "straggler_timeout_s": 0.2}, 23),
+    ],
+)
+def test_nobody_waits_until_the_tools_of_what_was_aborted_are_released(
+    tokenizer, tasks, samples, options, count
+):
+    """A sandbox may take seconds to end, and a step has no need of it."""
+    tool = Waiting()
+    tool.may_close = False
+    late = {derive_seed(seed(1, sample), 0) for sample in range(2)} if samples == 3 else set()
+
+    def script(request, turn: int) -> str:
+        return LATE if request.seed in late else slow(seed(0, 0))(request, turn)
+
+    with (
+        serve(tokenizer, script, tools=[tool]) as served,
+        Sidecars([served[0].url], token=None, timeout_s=8.0) as sidecars,
+    ):
+        for _ in range(2):  # nor does what comes next
+            groups = roll(sidecars, tasks, samples, **options)
+            done = [t.status for group in groups for t in group if t.status != "aborted"]
+            assert done == ["completed"] * count
+        assert tool.open == 2
+        tool.may_close = True
+    assert tool.open == 0  # the fleet is closed when that is done
 
 
 def test_without_a_quorum_nobody_is_aborted(tokenizer):

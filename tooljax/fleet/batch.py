@@ -84,17 +84,29 @@ class Batch:
         return any(group.missing for group in self._waiting)
 
     async def drop(self, group: Group) -> None:
-        """Gives up what is missing of a group."""
+        """Gives up what is missing of a group. Nobody waits until its tools are released, unless something else of the
+        request is missing."""
         late, piece = group.give_up(), group.piece
         self._fleet.tell()
         if piece is None or not late:
             return
         for sample in late:
             piece.settle(group, sample)
+        if piece.settled:
+            self._leave(piece)
+            return
         try:
             await piece.replica.client.abort(piece.request_id, piece.positions(group, late))
         except SidecarError as error:
             log.info("%s goes on with what nobody waits for: %s", piece.replica.url, error)
+        self._fleet.tell()
+
+    def _leave(self, piece: Piece) -> None:
+        """Ends a request that has nothing more to bring, in the background."""
+        for task in [task for task, playing in self._playing.items() if playing is piece]:
+            del self._playing[task]
+            task.cancel()
+        piece.end()
         self._fleet.tell()
 
     async def _next_event(self) -> None:
@@ -153,6 +165,8 @@ class Batch:
                     replica.proved()
                     if group is not None:
                         self._taken(self, group)
+                    if piece.settled and any(each.given_up for each in piece.groups):
+                        self._leave(piece)  # it would last until their tools are released
                     self._fleet.tell()
         except SidecarError:
             replica.leftovers.add(piece.request_id)

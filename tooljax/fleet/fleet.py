@@ -28,6 +28,9 @@ Answer = TypeVar("Answer")
 REFUSED = (400, 409, 413)
 """HTTP statuses of what no sidecar would take: asking another one is in vain."""
 
+CLOSE_S = 5.0
+"""How long a run that ends waits for the tools of what it has aborted."""
+
 log = logging.getLogger("tooljax")
 
 
@@ -77,6 +80,13 @@ class Fleet:
                 )
             replica.accept(info)
         return list(infos)
+
+    async def close(self) -> None:
+        """Waits, within a bound, for what is being ended in the background, then closes the connections. Nothing may be
+        under way."""
+        await asyncio.gather(*(replica.rest(CLOSE_S) for replica in self.replicas))
+        for replica in self.replicas:
+            await replica.client.__aexit__(None, None, None)
 
     @property
     def live(self) -> list[Replica]:

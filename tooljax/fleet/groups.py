@@ -140,6 +140,11 @@ class Piece:
             self._open.remove((group.index, sample))
             self.replica.outstanding -= 1
 
+    @property
+    def settled(self) -> bool:
+        """Nothing of it is waited for."""
+        return not self._open
+
     def positions(self, group: Group, samples: Sequence[int]) -> list[int]:
         """Where samples are in the request."""
         wanted = {(group.index, sample) for sample in samples}

@@ -44,6 +44,8 @@ class Replica:
         self.info: Info | None = None
         """What it said last; None before it was asked."""
         self.misses = 0
+        self._aborting: set[str] = set()
+        """Requests that are being ended there at this moment."""
         self._failures = 0
         self._pieces: set[asyncio.Task[None]] = set()
         self._looked = time.monotonic()
@@ -75,6 +77,14 @@ class Replica:
         """A request that ends when the replica is left out."""
         self._pieces.add(task)
         task.add_done_callback(self._pieces.discard)
+
+    async def rest(self, timeout_s: float) -> None:
+        """Returns when nothing that it was asked for is being ended any more, or after so long; then that is given
+        up."""
+        if ending := set(self._pieces):
+            _, late = await asyncio.wait(ending, timeout=timeout_s)
+            for task in late:
+                task.cancel()
 
     def proved(self) -> None:
         """It has done what it was asked for."""
@@ -148,13 +158,18 @@ class Replica:
     async def abort(self, request_id: str) -> None:
         """Ends a request there; where that fails, it is left for later."""
         self.leftovers.add(request_id)
-        if self.live:
+        if not self.live:
+            return
+        self._aborting.add(request_id)
+        try:
             with suppress(SidecarError):
                 await self.within(ABORT_S, self.client.abort(request_id))
                 self.leftovers.discard(request_id)
+        finally:
+            self._aborting.discard(request_id)
 
     async def abort_leftovers(self) -> None:
         """Ends what still runs there from before it was lost."""
-        for request_id in list(self.leftovers):
+        for request_id in self.leftovers - self._aborting:
             await self.within(ABORT_S, self.client.abort(request_id))
             self.leftovers.discard(request_id)
