@@ -1,6 +1,7 @@
 """Attention of branches to their trunk: every way to compute it against a float64 loop over pairs, with gradients."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def two_passes(q, k, v, q_segments, k_segments, first, *, dtype, q_trunks):
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     spans = own_spans(q_segments, 16), trunk_spans(q_segments, q_trunks, 16)
     inside = (q_segments != 0)[..., None, None]
-    out = merged(Kernel(dense_forward, dense_backward), q, k, v, *spans)
+    out: Any = merged(Kernel(dense_forward, dense_backward), q, k, v, *spans)
     return jnp.where(inside, out, jnp.zeros((), out.dtype))
 
 
@@ -200,7 +201,7 @@ def test_cudnn_equals_the_slow_reference(given):
 
     @jax.jit
     def both(q, k, v, d_out):
-        compute = partial(attention_cudnn.attend, dtype=jnp.dtype(jnp.bfloat16))
+        compute: Any = partial(attention_cudnn.attend, dtype=jnp.dtype(jnp.bfloat16))
         ids, on_device = jnp.asarray(segments), jnp.asarray(trunks)
         out, pull = jax.vjp(
             lambda q, k, v: compute(q, k, v, ids, ids, 0, q_trunks=on_device), q, k, v

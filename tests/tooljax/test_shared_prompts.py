@@ -79,6 +79,8 @@ def test_a_trunk_and_its_branches_by_hand():
         group, row_lengths=(10,), rows_per_microbatch=1, mixed_lengths=False, shared_prompts=True
     )
     (part,) = made.groups
+    assert part.trunk_ids is not None
+    assert part.sequence_ids is not None
     a, b = group[0].token_ids[3:], group[1].token_ids[3:]
     # The trunk is all of the prompt but its last token, which each branch begins with.
     assert part.tokens.tolist() == [[11, 12, 13, *a, 13, *b, 13, 0, 0]]

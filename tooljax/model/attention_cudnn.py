@@ -82,7 +82,7 @@ def attend(
         out = _call(q, k, v, own, causal=True)
     else:
         trunk = trunk_spans(q_segments, q_trunks, MOST_SEGMENTS)
-        out = merged(Kernel(_forward, _backward), q, k, v, own, trunk)
+        out: Any = merged(Kernel(_forward, _backward), q, k, v, own, trunk)
     too_many = jnp.max(q_segments, axis=1)[:, None, None, None] > MOST_SEGMENTS
     out = jnp.where(inside, out, jnp.zeros((), out.dtype))
     return jnp.where(too_many, jnp.asarray(jnp.nan, out.dtype), out)
