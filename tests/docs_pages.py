@@ -1,6 +1,7 @@
 """What the tests of the pages in docs/ share: blocks, and whether what a page names is there."""
 
 import argparse
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from rollout_sidecar.metrics import PREFIX
 from rollout_sidecar.statistics import prometheus_name
 from tooljax.config import load_config
 from tooljax.config.gin import SECTIONS
-from tooljax.data.prepare import arithmetic
+from tooljax.cost import parser as cost_parser
 from tooljax.metrics import REGISTRY
 from tooljax.view.__main__ import parser as view_parser
 
@@ -38,7 +39,9 @@ def commands(page: str) -> list[str]:
 
 def check_command(command: str) -> None:
     """Parses a command by the parser of its own program. AssertionError or SystemExit if it is none."""
-    words = shlex.split(command.rstrip("& "))
+    words = shlex.split(command.rstrip("& "), comments=True)
+    while re.fullmatch(r"[A-Z_]+=\S+", words[0]):  # of the environment
+        words = words[1:]
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
         return
@@ -56,14 +59,16 @@ def check_command(command: str) -> None:
     elif module == "rollout_sidecar.certification":
         assert len(given) == 1, command
     elif module == "tooljax.data.prepare":
-        assert given[0] == "arithmetic"
         parser = argparse.ArgumentParser()
-        arithmetic.add_arguments(parser)
+        importlib.import_module(f"tooljax.data.prepare.{given[0]}").add_arguments(parser)
         parser.parse_args(given[1:])
+    elif module == "tooljax.cost":
+        cost_parser().parse_args(given)
     else:
         assert module in ("tooljax.train", "tooljax.evaluate", "tooljax.sft"), command
         # A run's config.gin is the quickstart's here, with the files that it has made.
         made = {"runs/quickstart/config.gin": "configs/quickstart.gin"}
+        made |= {"configs/x.gin": "configs/quickstart.gin"}
         files = [made.get(file, file) for file in values(given, "--config")]
         there = [ROOT / file for file in files if file != "runs/latest/config.gin"]
         load_config(there, ["data.eval=('heldout.parquet',)", *values(given, "--set")])

@@ -253,7 +253,7 @@ def predicted_table(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. 0, or 1 if there is nothing to measure."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         measured, rows = measure(args.run, last=args.steps)
     except (ValueError, StoreError, ConfigError, OSError) as error:
@@ -278,27 +278,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line's."""
+    made = argparse.ArgumentParser(
         prog="tooljax.cost",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="folder of a run")
+    made.add_argument("run", type=Path, help="folder of a run")
     for name, least, what in (
         ("sidecars", 1, "numbers of sidecars"),
         ("lag", 0, "values of async.max_policy_lag"),
         ("group_size", 1, "values of grpo.group_size"),
     ):
-        parser.add_argument(
+        made.add_argument(
             f"--{name}", type=_at_least(least), nargs="+", help=f"{what} to predict for"
         )
-    parser.add_argument("--gpu_hour_price", type=float, default=0.0, help="of a sidecar")
-    parser.add_argument("--trainer_hour_price", type=float, default=0.0, help="of the trainer")
-    parser.add_argument(
+    made.add_argument("--gpu_hour_price", type=float, default=0.0, help="of a sidecar")
+    made.add_argument("--trainer_hour_price", type=float, default=0.0, help="of the trainer")
+    made.add_argument(
         "--steps", type=_at_least(1), default=50, help="take the last so many; default 50"
     )
-    return parser
+    return made
 
 
 def _at_least(least: int) -> Any:
