@@ -196,8 +196,8 @@ def test_cudnn_gets_what_its_kernels_take(where, monkeypatch):
 def test_cudnn_equals_the_slow_reference(given):
     segments, trunks = rows(*given, time=1024)
     q, k, v, d_out = (jnp.asarray(x, jnp.bfloat16) for x in inputs(segments, 4, 2, 64))
-    wide = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
-    expected = slow(segments, *wide, trunks)
+    wide = [np.asarray(x, np.float64) for x in (q, k, v, d_out)]
+    expected = slow(segments, *wide, trunks=trunks)
 
     @jax.jit
     def both(q, k, v, d_out):
