@@ -60,9 +60,9 @@ def _restored(
         )
     if restored is None:
         raise CheckpointError(f"step {names[wanted]} of {folder} is no longer there")
-    found, state, extra = restored
+    found, saved, extra = restored
     origin.restore(extra["origin"])
-    return found, state
+    return found, updater.restored(saved)
 
 
 def parser() -> argparse.ArgumentParser:
