@@ -1,6 +1,7 @@
 """What an update changes, where it is, and what of it a checkpoint holds."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def first_state(optimizer: Optimizer, params: Params) -> TrainState:
 
 def made_in_place(optimizer: Optimizer, layout: Layout, params: Params) -> TrainState:
     """The same, each array where `placement` says."""
-    first = jax.eval_shape(lambda: first_state(optimizer, params))
+    first = jax.eval_shape(partial(first_state, optimizer), params)
     places = placement(first, layout, optimizer)
     if places is None:
         return first_state(optimizer, params)

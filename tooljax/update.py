@@ -119,7 +119,7 @@ class Updater:
 
     def abstract(self, params: Params) -> TrainState:
         """Shapes, dtypes and placements of a state, without making one."""
-        state = jax.eval_shape(lambda: first_state(self._optimizer, params))
+        state = jax.eval_shape(partial(first_state, self._optimizer), params)
         places = self.placement(state)
         if places is None:
             return state

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -23,11 +22,12 @@ from tooljax.compile.hlo import Traffic, traffic
 from tooljax.compile.shapes import shape_of
 from tooljax.config import Config
 from tooljax.guards import Guard
+from tooljax.lora import abstract_adapters, lora_of
 from tooljax.model.decoder import Decoder, DecoderConfig
 from tooljax.model.flops import executed_flops, forward_flops
 from tooljax.objective import make_objective
-from tooljax.policy import Policy, abstract_state, make_updater
-from tooljax.sharding import Layout, make_mesh, shardings
+from tooljax.policy import Policy, make_updater
+from tooljax.sharding import HOST_MEMORY, Layout, make_mesh, shardings
 from tooljax.update import TrainState
 
 
@@ -89,10 +89,13 @@ def compile_update(config: Config, topology: Topology) -> Compiled:
     shape = shape_of(config.model.path, config.model.dtype)
     graphdef, params = _abstract_weights(shape, layout)
     policy = Policy(graphdef, params, shape, config.model.path, layout)
+    if lora := lora_of(config.lora):
+        policy = replace(policy, adapters=abstract_adapters(shape, lora, layout))
+        shape = replace(shape, lora=lora)
     updater = make_updater(
         config, policy, total_updates=config.run.steps, learning_rate=config.optimizer.learning_rate
     )
-    state = abstract_state(updater, params)
+    state = updater.abstract(policy.trained)
     batch = _microbatch(config, layout)
     limits = Guard(config.guard).update_limits()
     length = config.batch.row_lengths[-1]
@@ -111,7 +114,7 @@ def compile_update(config: Config, topology: Topology) -> Compiled:
                 _program(
                     name,
                     compiled,
-                    held=_held(name, state, params, config.model.dtype),
+                    held=_held(name, state, params, config),
                     flops=_flops(name, config, shape) / mesh.size,
                     chunks=_loss_chunks(config, shape, layout),
                     seconds=seconds,
@@ -207,29 +210,44 @@ def _program(
 
 def _peak(memory: Any, whole: float) -> float:
     """Of a TPU's memory. The sizes of temporaries include what is in VMEM, this does not; CPUs leave them out of it."""
-    return getattr(memory, "peak_memory_in_bytes", 0) or whole
+    peak = getattr(memory, "peak_memory_in_bytes", 0)
+    # The peak counts what programs take of the host's memory; the whole does not.
+    host = getattr(memory, "host_argument_size_in_bytes", 0)
+    return whole if host or not peak else peak
 
 
-def _held(name: str, state: TrainState, loaded: Any, dtype: str) -> float:
+def _held(name: str, state: TrainState, loaded: Any, config: Config) -> float:
     """Bytes on a device of what is there while a program runs and that it does not take: of the state, of the weights
-    as they were loaded (the reference), and of those that the loss uses, if they are not the state's own."""
-    master, moments, reference = map(_bytes, (state.params, state.opt_state, loaded))
-    casted = master / 2 if jnp.dtype(dtype) == jnp.bfloat16 else 0.0
+    as they were loaded (the reference), and of those that the next push is compared with."""
+    weights, kept, reference = map(_bytes, (state.params, state.opt_state, loaded))
+    delta = config.weights.mode == "delta" and config.model.dtype == "bfloat16"
+    base = reference if delta else 0.0
+    if config.lora.rank:  # Log-probs and gradients take the weights that the adapters stand beside.
+        rounded = weights / 2 if config.model.dtype == "bfloat16" else 0.0
+        return {
+            "cast": kept + reference + base,
+            "log-probs": weights + kept + base,
+            "gradients": (weights if rounded else 0.0) + kept + base,
+            "apply": rounded + reference + base,
+        }[name]
     return {
-        "cast": moments + reference,
-        "log-probs": master + moments + (reference if casted else 0.0),
-        "gradients": (master if casted else 0.0) + moments + reference,
-        "apply": casted + reference,
+        # The log-probs may be the reference's, or the state's.
+        "log-probs": weights + kept + base,
+        "gradients": kept + reference + base,
+        "apply": reference + base,
     }[name]
 
 
 def _bytes(tree: Any) -> float:
-    """On one device."""
+    """On one device, without what is in the host's memory."""
 
-    def part(x: Any) -> tuple[int, ...]:
-        return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    def part(x: Any) -> float:
+        if x.sharding is None:
+            return math.prod(x.shape) * x.dtype.itemsize
+        here = x.sharding.memory_kind != HOST_MEMORY
+        return here * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
-    return float(sum(math.prod(part(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+    return float(sum(map(part, jax.tree.leaves(tree))))
 
 
 def _flops(name: str, config: Config, shape: DecoderConfig) -> float:
