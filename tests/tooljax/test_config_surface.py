@@ -68,7 +68,7 @@ def _takes(value: Any, hint: Any) -> bool:
 
 # Fields that must agree with others keep their defaults: random ones would contradict each other.
 TIED = re.compile(
-    r"async\.|profile\.|curriculum\.|grpo\.|sampling\.|limits\.max_\w+_tokens|sidecar\.max_model_tokens|batch\.row_|evaluate\.every|guard\.\w+_entropy|mesh\.|reward\.(function_kwargs|overlong)"
+    r"async\.|lora\.|profile\.|curriculum\.|grpo\.|sampling\.|limits\.max_\w+_tokens|sidecar\.max_model_tokens|batch\.row_|evaluate\.every|guard\.\w+_entropy|mesh\.|optimizer\.rounding|reward\.(function_kwargs|overlong)"
 )
 
 
