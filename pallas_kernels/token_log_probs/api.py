@@ -168,9 +168,13 @@ def _rows(hidden, head, targets, bias, master, temperature, soft_cap, valid, hea
     scale = 1.0 / jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     scale = jnp.broadcast_to(scale, (tokens,))
     if valid is None:
-        return {"targets": targets, "scale": scale}
+        return {"targets": targets.astype(jnp.int32), "scale": scale}
     # A padding row's temperature may be 0.
-    return {"targets": targets, "scale": jnp.where(valid, scale, 1.0), "valid": valid}
+    return {
+        "targets": targets.astype(jnp.int32),
+        "scale": jnp.where(valid, scale, 1.0),
+        "valid": valid,
+    }
 
 
 def _check_spread(problem: Problem, head: Array) -> None:

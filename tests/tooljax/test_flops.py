@@ -1,6 +1,7 @@
 """Operations counted by formula: by hand, and against what XLA counts of a decoder of one layer."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,15 @@ def test_by_hand():
     assert forward_flops(CONFIG, 5, 9, 2) == 2 * 960 * 5 + 64 * 9 + 304 * 2
     assert update_flops(CONFIG, 5, 9, 2) == 3 * forward_flops(CONFIG, 5, 9, 2)
     products, attention = 2 * 960 * 5, 64 * 9
-    again = {"none": 0, "dots_attention": 0, "dots": attention, "offload": attention}
-    again |= {"attention": products}
-    for remat, flops in (again | {"full": products + attention}).items():
+    again: dict[Any, int]
+    again = {
+        "none": 0,
+        "dots_attention": 0,
+        "dots": attention,
+        "offload": attention,
+    }
+    again |= {"attention": products, "full": products + attention}
+    for remat, flops in again.items():
         assert executed_flops(CONFIG, 5, 9, 2, remat=remat) == update_flops(CONFIG, 5, 9, 2) + flops
 
 

@@ -49,7 +49,9 @@ def whole_updater(folder):
 
 def named(params) -> dict[str, np.ndarray]:
     """By the last name of each: "wq_a"."""
-    return {path[-1]: np.asarray(param.get_value()) for path, param in nnx.to_flat_state(params)}
+    return {
+        str(path[-1]): np.asarray(param.get_value()) for path, param in nnx.to_flat_state(params)
+    }
 
 
 def test_new_adapters_change_nothing(folder):
@@ -215,7 +217,7 @@ def test_a_mesh_changes_nothing_and_a_checkpoint_of_it_goes_on_elsewhere(folder,
 def named_parts(params) -> dict[str, tuple[int, ...]]:
     """Shape of what the first device has of each."""
     return {
-        path[-1]: param.get_value().addressable_shards[0].data.shape
+        str(path[-1]): param.get_value().addressable_shards[0].data.shape
         for path, param in nnx.to_flat_state(params)
     }
 
