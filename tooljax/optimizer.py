@@ -173,7 +173,8 @@ class Optimizer:
         wide = param.astype(jnp.float32) if master is None else master
         if decays(path):
             direction = direction + self.weight_decay * wide
-        moved = wide - now.rate * direction
+        # One value for both: the compiler could compute it twice, contracted in two ways; a checkpoint has one only.
+        moved = jax.lax.optimization_barrier(wide - now.rate * direction)
         if param.dtype == jnp.float32 or master is not None:
             narrow = moved.astype(param.dtype)
         else:
