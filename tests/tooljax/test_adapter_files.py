@@ -20,12 +20,6 @@ IDS = np.asarray([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]], np.int32)
 
 
 @pytest.fixture(scope="module")
-def adapters_of(policy):
-    """Those of a policy that has some."""
-    assert policy.adapters is not None
-    return policy.adapters
-
-
 def folder(tmp_path_factory):
     """A model, and an adapter of it."""
     folder = tmp_path_factory.mktemp("lora") / "model"
@@ -45,6 +39,12 @@ def logits(policy: Policy, params) -> np.ndarray:
     return np.asarray(
         policy.decoder(params).logits(jnp.asarray(IDS), positions, jnp.ones_like(IDS))
     )
+
+
+def adapters_of(policy):
+    """Those of a policy that has some."""
+    assert policy.adapters is not None
+    return policy.adapters
 
 
 def test_names_and_values_are_pefts(folder):
