@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from tooljax.model.precision import rounded_by_thresholds
 from tooljax.pytree import pytree_dataclass
 
 Params = Any
@@ -229,10 +230,7 @@ def rounded_at_random(
         bits: UInt[Array, "*shape"] = draw(key)
     else:
         bits = jax.random.bits(key, x.shape, jnp.uint16)
-    whole = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)
-    upper = jax.lax.shift_right_logical(whole, jnp.uint32(16)).astype(jnp.uint16)
-    nearest = jax.lax.bitcast_convert_type(upper, dtype)
-    return jnp.where(jnp.isfinite(x), nearest, x.astype(dtype))
+    return rounded_by_thresholds(x, bits)
 
 
 def decays(path: tuple[str, ...]) -> bool:

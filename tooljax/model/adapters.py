@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from tooljax.model.precision import rounded_by_thresholds
+
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
 """Shape and logical axes of weights by their names."""
 
@@ -99,8 +101,4 @@ def merged(weight: Array, a: Array, b: Array, scale: float, *, name: str, layer:
     if weight.dtype != jnp.bfloat16:
         return wide.astype(weight.dtype)
     key = jax.random.fold_in(jax.random.key(zlib.crc32(name.encode())), layer)
-    thresholds = jax.random.bits(key, wide.shape, jnp.uint16).astype(jnp.uint32)
-    # The upper half of a float32 is the bfloat16 below it, towards 0; a carry out of the lower half makes it the next.
-    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32) + thresholds
-    upper = jax.lax.shift_right_logical(bits, jnp.uint32(16)).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+    return rounded_by_thresholds(wide, jax.random.bits(key, wide.shape, jnp.uint16))
