@@ -10,13 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tooljax.checkpoint import Checkpointer, CheckpointError
 from tooljax.config import Config, ConfigError, load_config
 from tooljax.origin import Origin
-from tooljax.policy import Policy, abstract_state, load_policy, make_updater
-from tooljax.update import TrainState, Updater
+from tooljax.saved_policy import checkpoints_of, read_saved
 
 
 def export(config: Config, *, step: str = "newest", merged: str = "", adapter: str = "") -> int:
@@ -26,43 +24,32 @@ def export(config: Config, *, step: str = "newest", merged: str = "", adapter: s
         raise ValueError(
             f"{config.run.dir} trains all weights (lora.rank=0), so there is no adapter; use --merged"
         )
-    policy = load_policy(config)
-    updater = make_updater(
-        config, policy, total_updates=1, learning_rate=config.optimizer.learning_rate
-    )
-    found, state = _restored(config, policy, updater, step)
+    origin, found = Origin(config), _step(config, step)
+    saved = read_saved(config, found, changes=lambda extra: origin.changes(extra["origin"]))
+    origin.restore(saved.extra["origin"])
     if merged:
-        policy.save(updater.compute_params(state), merged)
+        saved.policy.save(saved.params, merged)
     if adapter:
-        policy.save_adapter(state.params, adapter)
+        saved.policy.save_adapter(saved.state.params, adapter)
     return found
 
 
-def _restored(
-    config: Config, policy: Policy, updater: Updater, wanted: str
-) -> tuple[int, TrainState]:
-    folder, origin = Path(config.run.dir) / "checkpoints", Origin(config)
+def _step(config: Config, wanted: str) -> int:
+    """Of the checkpoint that is asked for."""
+    folder = checkpoints_of(config)
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist: the run has saved nothing yet")
     with Checkpointer(folder, keep=config.checkpoint.keep) as checkpointer:
         steps, best = checkpointer.steps(), checkpointer.best()
-        names: dict[str, Any] = {str(step): step for step in steps}
-        names |= {"newest": max(steps, default=None), "best": best and best.step}
-        if names.get(wanted) is None:
-            raise ValueError(
-                f"--step {wanted}: {folder} holds the steps {steps}"
-                f"{'' if best else ', and none is marked as the best (evaluate.best_metric)'}"
-            )
-        restored = checkpointer.restore(
-            abstract_state(updater, policy.trained),
-            step=names[wanted],
-            changes=lambda extra: origin.changes(extra["origin"]),
+    names: dict[str, int | None] = {str(step): step for step in steps}
+    names |= {"newest": max(steps, default=None), "best": best.step if best else None}
+    found = names.get(wanted)
+    if found is None:
+        raise ValueError(
+            f"--step {wanted}: {folder} holds the steps {steps}"
+            f"{'' if best else ', and none is marked as the best (evaluate.best_metric)'}"
         )
-    if restored is None:
-        raise CheckpointError(f"step {names[wanted]} of {folder} is no longer there")
-    found, saved, extra = restored
-    origin.restore(extra["origin"])
-    return found, updater.restored(saved)
+    return found
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 
-from tooljax.checkpoint import Checkpointer, CheckpointError
+from tooljax.checkpoint import Checkpointer
 from tooljax.config import Config
-from tooljax.policy import Policy, abstract_state, layout_of, load_policy, make_updater
+from tooljax.policy import Policy, layout_of
+from tooljax.saved_policy import checkpoints_of, read_saved
 
 
 def base(config: Config) -> Iterator[tuple[str, jax.Array]]:
@@ -22,7 +23,7 @@ class Trained:
     def __init__(self, config: Config):
         """Raises ValueError if evaluate.trained names what is not there."""
         self._config = config
-        self._checkpoints = Path(config.run.dir) / "checkpoints"
+        self._checkpoints = checkpoints_of(config)
         self.folder = ""
         """Of Hugging Face; "" for a checkpoint."""
         self.step: int | None = None
@@ -55,15 +56,8 @@ class Trained:
         if self.folder:
             policy = Policy.load(self.folder, config.model.dtype, layout_of(config))
             return policy.tensors(policy.params)
-        policy = load_policy(config)
-        updater = make_updater(
-            config, policy, total_updates=1, learning_rate=config.optimizer.learning_rate
-        )
-        with Checkpointer(self._checkpoints, keep=config.checkpoint.keep) as checkpointer:
-            found = checkpointer.restore(abstract_state(updater, policy.trained), step=self.step)
-        if found is None:
-            raise CheckpointError(f"step {self.step} of {self._checkpoints} is no longer there")
-        return policy.tensors(updater.compute_params(updater.restored(found[1])))
+        saved = read_saved(config, self.step)
+        return saved.policy.tensors(saved.params)
 
     def _find(self, wanted: str) -> int | None:
         with Checkpointer(self._checkpoints, keep=self._config.checkpoint.keep) as checkpointer:
