@@ -20,7 +20,7 @@ CHAT_TEMPLATE = """\
 """
 
 SIZES: dict[str, dict[str, int]] = {
-    # The larger two are Qwen2.5's.
+    # The larger ones are Qwen2.5's.
     "tiny": {"vocab": 2048, "embed": 128, "layers": 2, "heads": 2, "kv_heads": 1, "ffw": 256},
     "0.5B": {"vocab": 151936, "embed": 896, "layers": 24, "heads": 14, "kv_heads": 2, "ffw": 4864},
     "1.5B": {
@@ -30,6 +30,14 @@ SIZES: dict[str, dict[str, int]] = {
         "heads": 12,
         "kv_heads": 2,
         "ffw": 8960,
+    },
+    "3B": {
+        "vocab": 151936,
+        "embed": 2048,
+        "layers": 36,
+        "heads": 16,
+        "kv_heads": 2,
+        "ffw": 11008,
     },
 }
 

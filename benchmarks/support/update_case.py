@@ -6,13 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from support import random_model
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES = random_model.SIZES | {
     "tiny": {"vocab": 1024, "embed": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffw": 128},
-    # Qwen2.5's
-    "0.5B": {"vocab": 151936, "embed": 896, "layers": 24, "heads": 14, "kv_heads": 2, "ffw": 4864},
-    "1.5B": {"vocab": 151936, "embed": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffw": 8960},
-    "3B": {"vocab": 151936, "embed": 2048, "layers": 36, "heads": 16, "kv_heads": 2, "ffw": 11008},
 }
 
 SEGMENTS = (4096, 3072, 2560, 2048, 1536, 1280, 1024, 768)

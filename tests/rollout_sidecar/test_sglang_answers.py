@@ -7,6 +7,14 @@ import pytest
 from rollout_sidecar.engines.sglang_answers import Answers, EngineEnded
 
 
+async def hang(cancelled: asyncio.Event) -> None:
+    """Until it is cancelled."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        cancelled.set()
+
+
 async def test_an_answer_comes_through_and_so_does_a_failure():
     async def answer() -> int:
         await asyncio.sleep(0)
@@ -25,13 +33,9 @@ async def test_an_answer_comes_through_and_so_does_a_failure():
 async def test_whoever_waits_or_asks_later_is_told_that_it_ended():
     answers, cancelled = Answers(), asyncio.Event()
 
-    async def hang() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    asking = [asyncio.ensure_future(answers.to(hang(), lambda: "killed")) for _ in range(2)]
+    asking = [
+        asyncio.ensure_future(answers.to(hang(cancelled), lambda: "killed")) for _ in range(2)
+    ]
     await asyncio.sleep(0)
     answers.end()
     for task in asking:
@@ -39,19 +43,13 @@ async def test_whoever_waits_or_asks_later_is_told_that_it_ended():
             await task
     await asyncio.wait_for(cancelled.wait(), 10)
     with pytest.raises(EngineEnded, match="killed"):
-        await answers.to(hang(), lambda: "killed")
+        await answers.to(hang(cancelled), lambda: "killed")
 
 
 async def test_cancelling_the_question_cancels_the_call():
     answers, cancelled = Answers(), asyncio.Event()
 
-    async def hang() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    asking = asyncio.ensure_future(answers.to(hang(), str))
+    asking = asyncio.ensure_future(answers.to(hang(cancelled), str))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     asking.cancel()

@@ -166,9 +166,8 @@ def find_changes(
                     partial(_Comparison, pairs, share, size)
                     for (_, pairs), size in zip(several, known, strict=True)
                 ]
-                if (
-                    None in known
-                ):  # in threads, because programs are compiled; and all picked before any is fetched
+                # The first time in threads, because programs are compiled; and all picked before any is fetched.
+                if None in known:
                     under_way = deque(asking.map(lambda call: call(), begin))
                     deque(asking.map(_Comparison.pick, under_way), maxlen=0)
                 else:
